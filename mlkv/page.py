@@ -1,0 +1,159 @@
+"""The self-describing bytes of a host page: header, checksum table, and how both are verified.
+
+Header (little endian, at the start of every page)::
+
+    offset size field
+         0    4 magic "MLKV"
+         4    2 format version
+         6    2 number of KV heads (entries in the checksum table)
+         8    4 number of tokens
+        12    4 bytes of one head slice
+        16    8 generation: unique for each time a page is written
+        24   16 namespace fingerprint
+        40   16 key
+        56   16 parent key
+        72    4 crc32 of bytes 0..72
+       128  8*n checksum of each head slice, bound to key and generation
+
+The checksum of a slice is `payload_checksum(slice) + binding(key, generation, head)` modulo 2**64. Because the
+binding differs for every write, a page whose header is new and whose payload is still the old one (a rank that
+has not copied yet, a torn write) does not verify.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from mlkv.layout import HEADER_IDENTITY_BYTES, KVLayout
+
+MAGIC = b"MLKV"
+FORMAT_VERSION = 1
+
+_IDENTITY = struct.Struct("<4sHHIIQ16s16s16s")
+_CRC = struct.Struct("<I")
+_MASK64 = (1 << 64) - 1
+_CHUNK_WORDS = 1 << 16  # summed at a time, so that temporaries stay in cache
+
+assert _IDENTITY.size + _CRC.size <= HEADER_IDENTITY_BYTES
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class PageIdentity:
+    """Whose bytes a page holds: `key` and `parent` are page keys, `fingerprint` the namespace, 16 bytes each."""
+
+    key: bytes
+    parent: bytes
+    fingerprint: bytes
+    generation: int
+
+
+def write_identity(page: ByteArray, layout: KVLayout, identity: PageIdentity) -> None:
+    """Write the identity part of the header. `page`: uint8 of at least `layout.header_bytes`."""
+    packed = _IDENTITY.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        layout.num_kv_heads,
+        layout.page_tokens,
+        layout.head_bytes,
+        identity.generation,
+        identity.fingerprint,
+        identity.key,
+        identity.parent,
+    )
+    packed += _CRC.pack(zlib.crc32(packed))
+    page[: len(packed)] = np.frombuffer(packed, np.uint8)
+
+
+def read_identity(page: ByteArray, layout: KVLayout) -> PageIdentity | None:
+    """The identity of a page, or None when the header is not one of this format and geometry."""
+    packed = page[: _IDENTITY.size].tobytes()
+    (crc,) = _CRC.unpack(page[_IDENTITY.size : _IDENTITY.size + _CRC.size].tobytes())
+    if crc != zlib.crc32(packed):
+        return None
+    magic, version, heads, tokens, head_bytes, generation, fingerprint, key, parent = _IDENTITY.unpack(packed)
+    if (magic, version) != (MAGIC, FORMAT_VERSION):
+        return None
+    if (heads, tokens, head_bytes) != (layout.num_kv_heads, layout.page_tokens, layout.head_bytes):
+        return None
+    return PageIdentity(key, parent, fingerprint, generation)
+
+
+def identity_matches(page: ByteArray, layout: KVLayout, key: bytes, fingerprint: bytes, generation: int) -> bool:
+    """Whether a page says that it holds exactly this write of this key."""
+    found = read_identity(page, layout)
+    return (
+        found is not None
+        and found.key == key
+        and found.fingerprint == fingerprint
+        and found.generation == generation
+    )
+
+
+def checksum_table(page: ByteArray, layout: KVLayout) -> npt.NDArray[np.uint64]:
+    """The table of head checksums as a writable view: uint64 `[num_kv_heads]`."""
+    end = HEADER_IDENTITY_BYTES + 8 * layout.num_kv_heads
+    return page[HEADER_IDENTITY_BYTES:end].view(np.uint64)
+
+
+def binding(key: bytes, generation: int, head: int) -> int:
+    """64 bits that tie a head's checksum to one write of one key; added to the payload's checksum."""
+    # Odd 64-bit constants from SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+    # generators", 2014) spread the small counters over all bits.
+    mixed = generation * 0x9E3779B97F4A7C15 + (head + 1) * 0xBF58476D1CE4E5B9
+    return (int.from_bytes(key[:8], "little") ^ int.from_bytes(key[8:], "little")) + mixed & _MASK64
+
+
+@lru_cache(maxsize=8)
+def checksum_weights(num_words: int) -> npt.NDArray[np.uint64]:
+    """Odd 32-bit weight of each 32-bit word of a slice, as uint64 `[num_words]`.
+
+    The weight of word i is `fmix32(i) | 1`, the finaliser of MurmurHash3 (Appleby, public domain), which a GPU
+    kernel computes without memory.
+    """
+    x = np.arange(num_words, dtype=np.uint32)
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x85EBCA6B)
+    x ^= x >> np.uint32(13)
+    x *= np.uint32(0xC2B2AE35)
+    x ^= x >> np.uint32(16)
+    weights = (x | np.uint32(1)).astype(np.uint64)
+    weights.setflags(write=False)
+    return weights
+
+
+def payload_checksum(data: ByteArray) -> int:
+    """Checksum of one head slice: the sum of its 32-bit words, each times its weight, modulo 2**64.
+
+    A 32-bit word times a 32-bit weight is summed in 64 bits, so no single changed word and no flipped pair of
+    equal bits cancels out. `data`: contiguous uint8, a multiple of 4 bytes.
+    """
+    words = data.view(np.uint32)
+    weights = checksum_weights(len(words))
+    total = 0
+    for at in range(0, len(words), _CHUNK_WORDS):
+        part = words[at : at + _CHUNK_WORDS].astype(np.uint64)
+        part *= weights[at : at + _CHUNK_WORDS]
+        total += int(part.sum(dtype=np.uint64))
+    return total & _MASK64
+
+
+def verify_page(page: ByteArray, layout: KVLayout, key: bytes, fingerprint: bytes, generation: int) -> bool:
+    """Whether the whole page (identity and every head) is what was written under this key."""
+    if not identity_matches(page, layout, key, fingerprint, generation):
+        return False
+    table = checksum_table(page, layout)
+    for head in range(layout.num_kv_heads):
+        start = layout.head_offset(head)
+        want = int(table[head])
+        have = payload_checksum(page[start : start + layout.head_bytes]) + binding(key, generation, head)
+        if have & _MASK64 != want:
+            return False
+    return True
