@@ -1,0 +1,19 @@
+"""Agree: every rank of a replica completes the same tasks and frees the same pages in the same step."""
+
+from mlkv.dist.agreement import Agreed, Agreement
+from mlkv.dist.protocol import Decision, Mark, Master, Member, Progress, Stream, TaskFailure
+from mlkv.dist.replica import Place, Replica
+
+__all__ = [
+    "Agreed",
+    "Agreement",
+    "Decision",
+    "Mark",
+    "Master",
+    "Member",
+    "Place",
+    "Progress",
+    "Replica",
+    "Stream",
+    "TaskFailure",
+]

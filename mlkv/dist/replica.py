@@ -1,0 +1,144 @@
+"""Replicas: the ranks that execute the same requests, their master, and where each of them runs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mlkv.errors import ConfigError
+
+DEFAULT_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. Equal `host` means: same kernel and same pid numbers, whatever the host's name says."""
+
+    host: int
+    pid: int
+
+    @classmethod
+    def here(cls) -> Place:
+        # Containers of one kernel may share a boot id but not process numbers; both must match.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        digest = blake2b(f"{boot}|{namespace}".encode(), digest_size=8).digest()
+        return cls(int.from_bytes(digest, "little", signed=True), os.getpid())
+
+
+class Replica:
+    """One data-parallel group as seen by one of its ranks.
+
+    Attributes:
+        group: a Gloo process group of exactly these ranks, used by mlkv alone; None when `size` is 1.
+        rank, size: group rank and number of ranks. The master is group rank 0.
+        global_ranks: the members' ranks in the default process group, in group order.
+        index: which replica of the world this is, where that is known (`from_world`), else 0.
+        places: where each member runs, in group order.
+        deadline_s: the longest any collective of this group waits.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        global_ranks: Sequence[int],
+        rank: int,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        index: int = 0,
+    ) -> None:
+        self.group = group
+        self.global_ranks = tuple(global_ranks)
+        self.rank = rank
+        self.size = len(self.global_ranks)
+        self.deadline_s = deadline_s
+        self.index = index
+        self.places = self._exchange_places()
+
+    @classmethod
+    def single(cls) -> Replica:
+        """A replica of this process alone; needs no torch.distributed."""
+        return cls(None, global_ranks=(0,), rank=0)
+
+    @classmethod
+    def from_world(cls, *, tp: int, dp: int = 1, deadline_s: float = DEFAULT_DEADLINE_S) -> Replica:
+        """Split the default process group into `dp` replicas of `tp` neighbouring ranks.
+
+        Collective over the default group. Raises ConfigError when `tp * dp` is not the world size.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if tp < 1 or dp < 1 or tp * dp != world:
+            raise ConfigError(f"tp={tp} times dp={dp} must be the world size, which is {world}")
+        if not dist.is_initialized():
+            return cls.single()
+        own = dist.get_rank() // tp
+        group = None
+        for index in range(dp):
+            # Every rank of the world must take part in making every group.
+            made = dist.new_group(
+                list(range(index * tp, index * tp + tp)), backend="gloo", timeout=_timeout(deadline_s)
+            )
+            group = made if index == own else group
+        ranks = range(own * tp, own * tp + tp)
+        return cls(group, global_ranks=ranks, rank=dist.get_rank() % tp, deadline_s=deadline_s, index=own)
+
+    @classmethod
+    def from_group(cls, group: dist.ProcessGroup, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Replica:
+        """The ranks of an existing process group (any backend). Collective over that group only.
+
+        A Gloo group of its own is made for them, so that mlkv's messages never meet the engine's.
+        """
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.new_group(ranks, backend="gloo", timeout=_timeout(deadline_s), use_local_synchronization=True)
+        return cls(own, global_ranks=ranks, rank=ranks.index(dist.get_rank()), deadline_s=deadline_s)
+
+    @classmethod
+    def from_device_mesh(
+        cls, mesh: DeviceMesh, dim: str = "tp", *, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> Replica:
+        """The ranks along one named dimension of a DeviceMesh, usually the tensor-parallel one."""
+        names = mesh.mesh_dim_names or ()
+        if dim not in names:
+            raise ConfigError(f"the device mesh has dimensions {names}, not {dim!r}")
+        return cls.from_group(mesh.get_group(dim), deadline_s=deadline_s)
+
+    @property
+    def is_master(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks of the replica run on one host."""
+        return len({place.host for place in self.places}) == 1
+
+    def min_int(self, value: int) -> int:
+        """The smallest `value` (a signed 64-bit integer) over the ranks. Collective over the replica."""
+        return min(self.all_ints(value))
+
+    def all_ints(self, value: int) -> list[int]:
+        """Every rank's `value` (a signed 64-bit integer), in group order. Collective over the replica."""
+        return [row[0] for row in self._all_rows([value])]
+
+    def _all_rows(self, row: list[int]) -> list[list[int]]:
+        if self.group is None:
+            return [row]
+        mine = torch.tensor(row, dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self.group)
+        return [[int(value) for value in found] for found in rows]
+
+    def _exchange_places(self) -> tuple[Place, ...]:
+        here = Place.here()
+        return tuple(Place(host, pid) for host, pid in self._all_rows([here.host, here.pid]))
+
+
+def _timeout(deadline_s: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=deadline_s)
