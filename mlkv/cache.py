@@ -1,0 +1,313 @@
+"""The facade of one rank: agree, move and remember meet here and nowhere else.
+
+A request's way through it::
+
+    lookup --> [owner matches, leases] --> HitFact --> step.hits --> load --> copy --> mark LOADED --> step.loaded
+    offload -> [owner reserves] -> ReserveFact -> copy -> mark RELEASED -> step.released
+                                                       -> mark OFFLOADED -> [owner commits] -> StoredFact
+                                                                                            -> step.offloaded
+
+Calls are recorded in the stream of calls, so ranks that call differently are told apart in the next step. Only
+the master talks to the owner; what it learns reaches every rank as a fact. Every rank applies facts and marks of
+a step in the same order, so the state kept here is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mlkv.address import owner_socket
+from mlkv.config import MLKVConfig
+from mlkv.dist import Agreement, Mark, Replica
+from mlkv.errors import CacheUsageError, ConfigError, MLKVError, StoreError
+from mlkv.keys import KEY_BYTES, Namespace, page_keys
+from mlkv.layout import KVLayout, KVPool, RankSlice
+from mlkv.lifecycle import Lifecycle
+from mlkv.mover import Mover
+from mlkv.planner import Planner
+from mlkv.store import Report, Stats, StoreClient
+from mlkv.tasks import CacheStats, StepResult
+
+log = logging.getLogger(__name__)
+
+_CLOSE_DEADLINE_S = 30.0
+_MARKS = {"loaded": Mark.LOADED, "released": Mark.RELEASED, "offloaded": Mark.OFFLOADED}
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+
+
+class MultiLevelCache:
+    """One rank's view of the cache of its replica.
+
+    Between two calls of `step` every rank of a replica makes the same calls in the same order with the same
+    arguments (slots may differ in value, not in number). No call waits for another rank or for the store; only
+    `step` communicates, and no rank waits in it longer than `config.agree.deadline_s`.
+
+    Args:
+        layout: geometry of the model over all ranks.
+        pool: this rank's paged KV tensors.
+        replica: the ranks that execute the same requests.
+        rank_slice: the heads of this rank; default: `RankSlice.of_rank` for the replica's size.
+
+    Raises:
+        ConfigError: ranks were given different settings, or a replica spans hosts.
+        StoreError: no owner process could be found or started on some rank's host.
+    """
+
+    def __init__(
+        self,
+        config: MLKVConfig,
+        layout: KVLayout,
+        pool: KVPool,
+        replica: Replica,
+        *,
+        rank_slice: RankSlice | None = None,
+    ) -> None:
+        if rank_slice is None:
+            rank_slice = RankSlice.of_rank(layout.num_kv_heads, replica.size, replica.rank)
+        if rank_slice.num_heads > pool.local_heads:
+            raise ConfigError(
+                f"rank {replica.rank} is to hold {rank_slice.num_heads} heads, its pool {pool.local_heads}"
+            )
+        if config.page_tokens != layout.page_tokens:
+            raise ConfigError(
+                f"page_tokens={config.page_tokens} of the settings is not the layout's {layout.page_tokens}"
+            )
+        self._config = config
+        self._layout = layout
+        self._pool = pool
+        self._replica = replica
+        self._slice = rank_slice
+        self._namespace = Namespace(config.model, layout, config.version)
+        _check_same_everywhere(config, layout, replica)
+        self._client = _connect(config, layout, replica)
+        self._mover = Mover(
+            config,
+            layout,
+            pool,
+            np.frombuffer(self._client.pool, np.uint8),
+            rank_slice=rank_slice,
+            fingerprint=self._namespace.fingerprint,
+            rank=replica.rank,
+        )
+        planner = (
+            Planner(self._client, config.store.answer_deadline_s, config.move.max_tasks)
+            if replica.is_master
+            else None
+        )
+        self._agreement = Agreement(replica, config.agree.channel)
+        self._lifecycle = Lifecycle(
+            layout,
+            rank_slice,
+            self._agreement.member,
+            self._mover,
+            planner,
+            min_load_tokens=config.min_load_tokens,
+            max_tasks=config.move.max_tasks,
+        )
+        self._digest = b""
+        self._closed = False
+
+    # -- what engines call ---------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        *,
+        device_tokens: int = 0,
+        adapter: str = "",
+        media: Sequence[str] = (),
+        salt: str = "",
+    ) -> None:
+        """Ask for the longest cached prefix of `tokens`; answered as `step.hits[request_id]` in a later step.
+
+        The answer never covers the last token, which must be computed for its logits. Pages that the device
+        lacks stay leased until `load`, `decline` or `abort`.
+
+        Args:
+            device_tokens: tokens from the front whose KV the device has already.
+            adapter, media, salt: see `Namespace.root`.
+        """
+        if device_tokens < 0:
+            raise CacheUsageError(f"request {request_id!r}: device_tokens is {device_tokens}")
+        root = self._namespace.root(adapter=adapter, media=media, salt=salt)
+        keys = page_keys(tokens[: max(0, len(tokens) - 1)], self._layout.page_tokens, root)
+        self._lifecycle.lookup(request_id, keys, device_tokens)
+
+    def load(self, request_id: str, slots: torch.Tensor) -> None:
+        """Start the asynchronous copy of an answered hit into device slots.
+
+        Args:
+            slots: int64 `[hit.num_tokens - hit.start]`, one for each token from `hit.start`; -1 for a token
+                that the device has already and that must not be written.
+        """
+        num_pages = len(self._lifecycle.answered(request_id).indices)
+        self._check_slots(request_id, slots, num_pages * self._layout.page_tokens, lowest=-1)
+        self._lifecycle.load(request_id, slots)
+
+    def decline(self, request_id: str) -> None:
+        """Do not use a hit, answered or not; its lease is returned. No event follows."""
+        self._lifecycle.decline(request_id)
+
+    def offload(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        slots: torch.Tensor,
+        *,
+        adapter: str = "",
+        media: Sequence[str] = (),
+        salt: str = "",
+    ) -> None:
+        """Start the asynchronous copy of the whole pages of `tokens` into the store, prompt and generated.
+
+        Pages that the store has, or that somebody is writing, are not copied. The slots must keep their KV until
+        `step.released` lists the request; `step.offloaded` or `step.failed` follows.
+
+        Args:
+            slots: int64 `[len(tokens)]`: where the KV of each token lies on this rank.
+        """
+        if len(slots) != len(tokens):
+            raise CacheUsageError(f"request {request_id!r}: {len(tokens)} tokens but {len(slots)} slots")
+        self._check_slots(request_id, slots, len(tokens), lowest=0)
+        root = self._namespace.root(adapter=adapter, media=media, salt=salt)
+        keys = page_keys(tokens, self._layout.page_tokens, root)
+        whole = len(keys) // KEY_BYTES * self._layout.page_tokens
+        self._lifecycle.offload(request_id, keys, root, slots[:whole])
+
+    def abort(self, request_id: str) -> None:
+        """Give up a request, in any state. `step.released` lists it once no transfer touches its slots.
+
+        The id may be used again at once; answers for its new life wait until the old one is drained.
+        """
+        self._lifecycle.abort(request_id)
+
+    def step(self) -> StepResult:
+        """Exchange progress with the replica and apply what it agrees. Exactly once per engine step.
+
+        Raises:
+            RankLost, RanksDiverged, MasterFailed: the replica cannot go on.
+        """
+        if self._closed:
+            raise CacheUsageError("step() on a closed cache")
+        for done in self._mover.poll():
+            mark = _MARKS[done.kind]
+            if done.num_good is not None:
+                log.warning("rank %d: %s: %s", self._replica.rank, done, done.reason)
+            self._agreement.member.finish(mark, done.number, done.num_good)
+        agreed = self._agreement.step(self._lifecycle.collect_facts)
+        result = self._lifecycle.apply(agreed)
+        self._lifecycle.stats.steps += 1
+        self._digest = blake2b(self._digest + msgspec.msgpack.encode(result), digest_size=16).digest()
+        return result
+
+    def clear(self) -> None:
+        """Forget every page of the host's store. Loads in flight finish; what is being written is not kept."""
+        self._lifecycle.clear()
+
+    @property
+    def namespace(self) -> Namespace:
+        """What the keys of this cache depend on besides the tokens."""
+        return self._namespace
+
+    @property
+    def pending(self) -> int:
+        """Lookups, loads and offloads in flight, the same number on every rank."""
+        return self._lifecycle.pending
+
+    @property
+    def transferring(self) -> int:
+        """Transfers in flight on this rank; differs between ranks."""
+        return self._mover.in_flight
+
+    @property
+    def results_digest(self) -> bytes:
+        """16 bytes over all step results so far; equal on every rank of a replica."""
+        return self._digest
+
+    def stats(self) -> CacheStats:
+        """Counters of this rank so far."""
+        return dataclasses.replace(
+            self._lifecycle.stats, agree_us=self._agreement.cost_us(), channel=self._agreement.channel_name
+        )
+
+    def audit(self, deadline_s: float = 10.0) -> Report:
+        """The store's own count of its pages and holders, after a check of its whole index.
+
+        Waits for the owner; not for the path of a step. Not collective. Raises StoreError, DeadlineExceeded.
+        """
+        return self._client.call(Stats(audit=True), deadline_s)
+
+    def close(self) -> None:
+        """Wait for this rank's copies, then leave the store. Not collective; harmless when repeated.
+
+        What is in flight is given up. To keep it, step until `pending` is 0 first.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._mover.close(_CLOSE_DEADLINE_S)
+        finally:
+            self._agreement.close()
+            self._client.close()
+
+    def _check_slots(self, request_id: str, slots: torch.Tensor, num_tokens: int, lowest: int) -> None:
+        if slots.dtype != torch.int64 or slots.dim() != 1 or len(slots) != num_tokens:
+            raise CacheUsageError(
+                f"request {request_id!r}: slots must be int64 [{num_tokens}], got {slots.dtype} "
+                f"{list(slots.shape)}"
+            )
+        if slots.is_cpu and num_tokens:
+            low, high = int(slots.min()), int(slots.max())
+            if low < lowest or high >= self._pool.num_slots:
+                raise CacheUsageError(
+                    f"request {request_id!r}: slots {low}..{high} leave [{lowest}, {self._pool.num_slots})"
+                )
+
+
+def _check_same_everywhere(config: MLKVConfig, layout: KVLayout, replica: Replica) -> None:
+    text = config.model_dump_json() + layout.fingerprint.hex()
+    digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    digests = replica.all_ints(digest)
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise ConfigError(f"rank {rank} of the replica has other settings or another layout than rank 0")
+    if not replica.one_host:
+        raise ConfigError("this replica spans hosts; the ranks of one replica must share a host")
+
+
+def _connect(config: MLKVConfig, layout: KVLayout, replica: Replica) -> StoreClient:
+    """This rank's connection to the owner. A rank that gets none fails on every rank of the replica."""
+    client: StoreClient | None = None
+    error: MLKVError | None = None
+    members = ",".join(f"{place.host}:{place.pid}" for place in replica.places)
+    try:
+        client = StoreClient.connect(
+            owner_socket(config.store),
+            host_bytes=int(config.store.host_bytes),
+            page_bytes=layout.page_bytes,
+            group=blake2b(members.encode(), digest_size=16).digest(),
+            rank=replica.rank,
+            deadline_s=config.store.connect_deadline_s,
+            linger_s=config.store.linger_s,
+        )
+    except MLKVError as problem:
+        error = problem
+    connected = replica.all_ints(0 if client is None else client.num_pages)
+    if client is not None and all(connected):
+        return client
+    if client is not None:
+        client.close()
+    if error is not None:
+        raise error
+    raise StoreError(f"rank {connected.index(0)} of this replica could not reach the store; see its error")
