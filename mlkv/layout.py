@@ -201,12 +201,23 @@ class KVPool:
     views may have any strides, so joined K/V, token-major and head-major pools need no copies.
     """
 
-    def __init__(self, layout: KVLayout, views: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self, layout: KVLayout, views: Sequence[Sequence[torch.Tensor]], *, block_tokens: int | None = None
+    ) -> None:
+        """`block_tokens` is needed only when no plane is kept per token and so none shows it."""
         if len(views) != layout.num_layers:
             raise ConfigError(f"pool has {len(views)} layers, the layout {layout.num_layers}")
-        first = views[0][0]
-        self.num_blocks, self.block_tokens = int(first.shape[0]), int(first.shape[1])
-        self.local_heads = int(first.shape[2])
+        by_token = [at for at, plane in enumerate(layout.planes) if plane.per == "token"]
+        first = views[0][by_token[0] if by_token else 0]
+        if first.dim() != (4 if by_token else 3):
+            raise ConfigError(f"pool views of layer 0 have the wrong number of dimensions: {tuple(first.shape)}")
+        if not by_token and block_tokens is None:
+            raise ConfigError("pool has no plane kept per token: give block_tokens")
+        self.num_blocks = int(first.shape[0])
+        self.block_tokens = int(first.shape[1]) if by_token else int(block_tokens or 0)
+        if self.block_tokens < 1 or block_tokens not in (None, self.block_tokens):
+            raise ConfigError(f"block_tokens={block_tokens} contradicts views of {self.block_tokens} tokens")
+        self.local_heads = int(first.shape[-2])
         self.device = first.device
         if layout.page_tokens % self.block_tokens:
             raise ConfigError(

@@ -37,10 +37,33 @@ FORMAT_VERSION = 1
 
 _IDENTITY = struct.Struct("<4sHHIIQ16s16s16s")
 _CRC = struct.Struct("<I")
+_IDENTITY_RECORD = np.dtype(
+    [
+        ("magic", "S4"),
+        ("version", "<u2"),
+        ("heads", "<u2"),
+        ("tokens", "<u4"),
+        ("head_bytes", "<u4"),
+        ("generation", "<u8"),
+        ("fingerprint", "V16"),
+        ("key", "V16"),
+        ("parent", "V16"),
+        ("crc", "<u4"),
+    ]
+)
+"""The same fields as `_IDENTITY` and the crc, for whole batches of headers at once."""
+
+IDENTITY_BYTES = _IDENTITY_RECORD.itemsize
+"""Bytes of the identity part of a header that are written and checked."""
+
 _MASK64 = (1 << 64) - 1
+# Odd 64-bit constants from SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
+# 2014) spread the small counters over all bits.
+_GENERATION_MIX = 0x9E3779B97F4A7C15
+_HEAD_MIX = 0xBF58476D1CE4E5B9
 _CHUNK_WORDS = 1 << 16  # summed at a time, so that temporaries stay in cache
 
-assert _IDENTITY.size + _CRC.size <= HEADER_IDENTITY_BYTES
+assert _IDENTITY.size + _CRC.size == IDENTITY_BYTES <= HEADER_IDENTITY_BYTES
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -97,6 +120,66 @@ def identity_matches(page: ByteArray, layout: KVLayout, key: bytes, fingerprint:
     )
 
 
+def pack_identities(
+    layout: KVLayout,
+    *,
+    keys: bytes,
+    parents: bytes,
+    fingerprint: bytes,
+    generations: npt.NDArray[np.uint64],
+) -> ByteArray:
+    """The bytes that `write_identity` writes, for a batch: uint8 `[n, 76]`.
+
+    Args:
+        keys, parents: `16 * n` bytes, one key after the other.
+        generations: uint64 `[n]`.
+    """
+    records = np.zeros(len(generations), _IDENTITY_RECORD)
+    records["magic"] = MAGIC
+    records["version"] = FORMAT_VERSION
+    records["heads"] = layout.num_kv_heads
+    records["tokens"] = layout.page_tokens
+    records["head_bytes"] = layout.head_bytes
+    records["generation"] = generations
+    records["fingerprint"] = np.void(fingerprint)
+    records["key"] = np.frombuffer(keys, "V16")
+    records["parent"] = np.frombuffer(parents, "V16")
+    records["crc"] = _record_crcs(records)
+    return records.view(np.uint8).reshape(len(records), IDENTITY_BYTES)
+
+
+def identities_match(
+    headers: ByteArray,
+    layout: KVLayout,
+    *,
+    keys: bytes,
+    fingerprint: bytes,
+    generations: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.bool_]:
+    """`identity_matches` for a batch: bool `[n]`. `headers`: uint8 `[n, at least 76]`, arguments as above."""
+    packed = np.ascontiguousarray(headers[:, :IDENTITY_BYTES])
+    records = packed.view(_IDENTITY_RECORD)[:, 0]
+    same: npt.NDArray[np.bool_] = (
+        (records["magic"] == MAGIC)
+        & (records["version"] == FORMAT_VERSION)
+        & (records["heads"] == layout.num_kv_heads)
+        & (records["tokens"] == layout.page_tokens)
+        & (records["head_bytes"] == layout.head_bytes)
+        & (records["generation"] == generations)
+        & (records["fingerprint"] == np.void(fingerprint))
+        & (records["key"] == np.frombuffer(keys, "V16"))
+        & (records["crc"] == _record_crcs(records))
+    )
+    return same
+
+
+def _record_crcs(records: npt.NDArray[np.void]) -> npt.NDArray[np.uint32]:
+    packed, size = memoryview(records.tobytes()), IDENTITY_BYTES
+    return np.fromiter(
+        (zlib.crc32(packed[at : at + _IDENTITY.size]) for at in range(0, len(packed), size)), np.uint32
+    )
+
+
 def checksum_table(page: ByteArray, layout: KVLayout) -> npt.NDArray[np.uint64]:
     """The table of head checksums as a writable view: uint64 `[num_kv_heads]`."""
     end = HEADER_IDENTITY_BYTES + 8 * layout.num_kv_heads
@@ -105,10 +188,19 @@ def checksum_table(page: ByteArray, layout: KVLayout) -> npt.NDArray[np.uint64]:
 
 def binding(key: bytes, generation: int, head: int) -> int:
     """64 bits that tie a head's checksum to one write of one key; added to the payload's checksum."""
-    # Odd 64-bit constants from SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
-    # generators", 2014) spread the small counters over all bits.
-    mixed = generation * 0x9E3779B97F4A7C15 + (head + 1) * 0xBF58476D1CE4E5B9
+    mixed = generation * _GENERATION_MIX + (head + 1) * _HEAD_MIX
     return (int.from_bytes(key[:8], "little") ^ int.from_bytes(key[8:], "little")) + mixed & _MASK64
+
+
+def bindings(
+    keys: bytes, generations: npt.NDArray[np.uint64], head_start: int, num_heads: int
+) -> npt.NDArray[np.uint64]:
+    """`binding` for a batch of writes and a run of heads: uint64 `[n, num_heads]`."""
+    halves = np.frombuffer(keys, np.uint64).reshape(-1, 2)
+    heads = np.arange(head_start + 1, head_start + 1 + num_heads, dtype=np.uint64)
+    folded = (halves[:, 0] ^ halves[:, 1]) + generations * np.uint64(_GENERATION_MIX)
+    mixed: npt.NDArray[np.uint64] = folded[:, None] + heads * np.uint64(_HEAD_MIX)
+    return mixed
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,8 @@
+"""Moving bytes between the engine's paged KV tensors and host pages."""
+
+from __future__ import annotations
+
+from mlkv.kernels.host_pages import PageBatch
+from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferEngine
+
+__all__ = ["LoadTransfer", "OffloadTransfer", "PageBatch", "TransferEngine"]

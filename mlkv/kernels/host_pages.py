@@ -1,0 +1,164 @@
+"""One rank's view of the host pool: its run of heads in every page, and the headers it reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mlkv import page
+from mlkv.errors import ConfigError
+from mlkv.layout import HEADER_IDENTITY_BYTES, KVLayout, RankSlice
+
+
+@dataclass(frozen=True)
+class PageBatch:
+    """Resolved pages of one transfer, in the order of their slots.
+
+    Attributes:
+        indices: int32 `[n]`, which pages of the host pool.
+        keys: `16 * n` bytes, the key of each page.
+        parents: `16 * n` bytes, the key of the page before each; only offloads need it, loads may leave it empty.
+        generations: uint64 `[n]`, which write of the page is meant.
+
+    Raises ValueError when the lengths do not agree.
+    """
+
+    indices: npt.NDArray[np.int32]
+    keys: bytes
+    parents: bytes
+    generations: npt.NDArray[np.uint64]
+
+    def __post_init__(self) -> None:
+        n = len(self.indices)
+        if len(self.keys) != 16 * n or len(self.parents) not in (0, 16 * n) or len(self.generations) != n:
+            raise ValueError(
+                f"page batch of {n} indices has {len(self.keys)} bytes of keys, {len(self.parents)} of parents "
+                f"and {len(self.generations)} generations; keys and parents take 16 bytes a page"
+            )
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, part: slice) -> PageBatch:
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError("a page batch can only be cut into runs")
+        cut = slice(16 * start, 16 * stop)
+        return PageBatch(self.indices[start:stop], self.keys[cut], self.parents[cut], self.generations[start:stop])
+
+
+class HostPages:
+    """The host pool as one rank uses it.
+
+    Args:
+        pool: uint8, the whole host pool, a whole number of pages long; writable.
+        fingerprint: 16 bytes, of the namespace.
+    """
+
+    def __init__(
+        self,
+        pool: npt.NDArray[np.uint8] | memoryview,
+        layout: KVLayout,
+        rank_slice: RankSlice,
+        fingerprint: bytes,
+        *,
+        writes_identity: bool,
+    ) -> None:
+        flat = np.frombuffer(pool, np.uint8)
+        if not flat.flags.writeable:
+            raise ConfigError("host pool is read-only: map it for writing")
+        if not len(flat) or len(flat) % layout.page_bytes:
+            raise ConfigError(f"host pool of {len(flat)} bytes is not whole pages of {layout.page_bytes} bytes")
+        if len(fingerprint) != 16:
+            raise ConfigError(f"namespace fingerprint must be 16 bytes, got {len(fingerprint)}")
+        if rank_slice.head_start + rank_slice.num_heads > layout.num_kv_heads:
+            raise ConfigError(f"{rank_slice} reaches past the {layout.num_kv_heads} KV heads of the layout")
+        self.layout = layout
+        self.rank_slice = rank_slice
+        self.writes_identity = writes_identity
+        self.pages = flat.reshape(-1, layout.page_bytes)
+        self.address = int(flat.ctypes.data)
+        self.num_pages = len(self.pages)
+        self._fingerprint = fingerprint
+        self._start = layout.head_offset(rank_slice.head_start)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of one page that this rank reads; contiguous."""
+        return self.rank_slice.num_heads * self.layout.head_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of one page that this rank writes, from the same start."""
+        return self.rank_slice.num_written_heads * self.layout.head_bytes
+
+    def check(self, batch: PageBatch) -> None:
+        """Raise ValueError when a page lies outside the pool."""
+        if len(batch) and not 0 <= int(batch.indices.min()) <= int(batch.indices.max()) < self.num_pages:
+            raise ValueError(f"page indices must be in [0, {self.num_pages}), got {batch.indices.tolist()}")
+
+    def run_addresses(self, batch: PageBatch) -> npt.NDArray[np.int64]:
+        """Address of this rank's run of heads in each page: int64 `[n]`."""
+        return batch.indices.astype(np.int64) * self.layout.page_bytes + (self.address + self._start)
+
+    def read_runs(self, batch: PageBatch, out: npt.NDArray[np.uint8]) -> None:
+        """Copy this rank's run of each page to `out`, uint8 `[n, read_bytes]`."""
+        for row, index in zip(out, batch.indices, strict=True):
+            row[:] = self.pages[index, self._start : self._start + self.read_bytes]
+
+    def write_runs(self, batch: PageBatch, runs: npt.NDArray[np.uint8]) -> None:
+        """Copy `runs`, uint8 `[n, written_bytes]`, into this rank's run of each page."""
+        for row, index in zip(runs, batch.indices, strict=True):
+            self.pages[index, self._start : self._start + self.written_bytes] = row
+
+    def num_identified(self, batch: PageBatch) -> int:
+        """Length of the longest prefix of pages whose identity is the one that the batch names."""
+        headers = self.pages[batch.indices, : page.IDENTITY_BYTES]
+        same = page.identities_match(
+            headers, self.layout, keys=batch.keys, fingerprint=self._fingerprint, generations=batch.generations
+        )
+        return _prefix(same)
+
+    def expected_sums(self, batch: PageBatch) -> npt.NDArray[np.uint64]:
+        """Payload checksums that the headers promise for the heads read here: uint64 `[n, num_heads]`."""
+        num_heads = self.rank_slice.num_heads
+        table = np.ascontiguousarray(self.pages[batch.indices, self._table(num_heads)]).view(np.uint64)
+        promised: npt.NDArray[np.uint64] = table - self._bindings(batch, num_heads)
+        return promised
+
+    def write_headers(self, batch: PageBatch, sums: npt.NDArray[np.uint64]) -> None:
+        """Write what this rank owes to the headers: its heads' checksums, and the identity if that is its job.
+
+        Args:
+            sums: uint64 `[n, num_written_heads]`, payload checksums of the bytes written to these pages.
+        """
+        num_heads = self.rank_slice.num_written_heads
+        if num_heads:
+            entries = np.ascontiguousarray(sums + self._bindings(batch, num_heads))
+            self.pages[batch.indices, self._table(num_heads)] = entries.view(np.uint8)
+        if self.writes_identity:
+            self.pages[batch.indices, : page.IDENTITY_BYTES] = page.pack_identities(
+                self.layout,
+                keys=batch.keys,
+                parents=batch.parents,
+                fingerprint=self._fingerprint,
+                generations=batch.generations,
+            )
+
+    def _table(self, num_heads: int) -> slice:
+        start = HEADER_IDENTITY_BYTES + 8 * self.rank_slice.head_start
+        return slice(start, start + 8 * num_heads)
+
+    def _bindings(self, batch: PageBatch, num_heads: int) -> npt.NDArray[np.uint64]:
+        return page.bindings(batch.keys, batch.generations, self.rank_slice.head_start, num_heads)
+
+
+def num_verified(expected: npt.NDArray[np.uint64], found: npt.NDArray[np.uint64]) -> int:
+    """Length of the longest prefix of pages whose sums `[n, num_heads]` are all as expected."""
+    return _prefix((expected == found).all(axis=1))
+
+
+def _prefix(good: npt.NDArray[np.bool_]) -> int:
+    return len(good) if good.all() else int(np.argmin(good))
