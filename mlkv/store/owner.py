@@ -1,0 +1,367 @@
+"""The owner process of a host: one thread that serves the store to the ranks of this host over a Unix socket.
+
+Started by the first client (see spawn.py), or by hand so that the cache outlives engines:
+
+    python -m mlkv.store.owner --socket /run/user/1000/mlkv/store --host-bytes 8589934592 --page-bytes 65536 --keep
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlkv.errors import ConfigError, DeadlineExceeded, MLKVError, StoreError
+from mlkv.store import wire
+from mlkv.store.index import Index
+from mlkv.store.policy import LRU
+from mlkv.store.pool import HostPool, create_pool_file, pool_pages
+from mlkv.store.rendezvous import SocketLock, is_listening, private_folder
+from mlkv.store.service import StoreService
+from mlkv.store.spawn import CONFIG_ERROR, READY, OwnerSettings
+from mlkv.store.transport import FramedSocket, PeerGone, peer_credentials
+
+_MAX_CLIENTS = 256
+"""Two descriptors each, so that they fit into the usual limit of 1024."""
+
+_FIRST_CLIENT_S = 30.0
+"""An owner whose starter died before it connected stays this long."""
+
+_HELLO_S = 10.0
+"""A connection that has not said Hello by then is closed."""
+
+_RETRY_S = 0.02
+_STOP_LOCK_S = 1.0
+_SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
+
+_log = logging.getLogger("mlkv.store")
+
+
+@dataclass
+class _Client:
+    id: int
+    channel: FramedSocket
+    pid: int
+    pidfd: int
+    """Of the process that connected; -1 when the kernel does not give it."""
+    refusal: str
+    """Why this client may not join; "" if it may."""
+    hello_by: float
+    group: bytes | None = None
+    rank: int = 0
+    left: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})" if self.group is not None else f"pid {self.pid}"
+
+
+class Owner:
+    """Accepts clients, feeds their requests to the service, and sees to it that nothing of a client is reclaimed
+    while its process could still touch it.
+
+    A client leaves its group when it says Bye, or when its connection has ended *and* its process is gone: a
+    process that lost its connection may have copies under way for a while.
+    """
+
+    def __init__(
+        self, settings: OwnerSettings, service: StoreService, listener: socket.socket, pool_fd: int
+    ) -> None:
+        self._settings = settings
+        self._service = service
+        self._listener = listener
+        self._pool_fd = pool_fd
+        self._num_pages = pool_pages(settings.host_bytes, settings.page_bytes)
+        self._clients: dict[int, _Client] = {}
+        self._last_client_id = 0
+        self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        for tier_fd in service.tier_fds():
+            self._selector.register(tier_fd, selectors.EVENT_READ, lambda _mask: service.poll_tiers())
+        self._leave_at = time.monotonic() + max(_FIRST_CLIENT_S, settings.linger_s)
+
+    def serve(self) -> None:
+        """Until the last client is gone (unless kept), or SIGTERM."""
+        wake_read, wake_write = socket.socketpair()
+        wake_read.setblocking(False)
+        wake_write.setblocking(False)
+        self._selector.register(wake_read, selectors.EVENT_READ, lambda _mask: wake_read.recv(64))
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._stop)
+        # The terminal sends Ctrl-C to everybody; the owner ends when its clients have.
+        signal.signal(signal.SIGINT, self._stop if self._settings.keep else signal.SIG_IGN)
+        while not self._stopping and not self._left():
+            for key, mask in self._selector.select(self._timeout_s()):
+                key.data(mask)
+            self._close_silent()
+        if self._stopping:
+            self._remove_files()
+        self._service.close()
+        for client in list(self._clients.values()):
+            client.channel.close()
+        self._listener.close()
+
+    # Clients
+
+    def _accept(self, _mask: int) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            _log.warning("a client could not connect: %s", error)
+            return
+        if len(self._clients) >= _MAX_CLIENTS:
+            _log.warning("refused a client: there are %d already", _MAX_CLIENTS)
+            sock.close()
+            return
+        peer = peer_credentials(sock)
+        pidfd, refusal = _process_handle(sock, peer.pid)
+        if peer.uid != os.geteuid():
+            refusal = f"this store belongs to uid {os.geteuid()}, not to {peer.uid}"
+        self._last_client_id += 1
+        channel = FramedSocket(sock)
+        client = _Client(self._last_client_id, channel, peer.pid, pidfd, refusal, time.monotonic() + _HELLO_S)
+        self._clients[client.id] = client
+        self._selector.register(channel, selectors.EVENT_READ, lambda mask: self._on_client(client, mask))
+
+    def _on_client(self, client: _Client, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                client.channel.flush()
+            if mask & selectors.EVENT_READ:
+                for ticket, body in client.channel.receive():
+                    self._answer(client, ticket, wire.decode_request(body))
+        except (PeerGone, wire.WireError) as error:
+            self._disconnect(client, str(error))
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.channel.has_unsent else 0)
+        key = self._selector.get_key(client.channel)
+        if key.events != events:
+            self._selector.modify(client.channel, events, key.data)
+
+    def _answer(self, client: _Client, ticket: int, request: wire.Request) -> None:
+        pass_fd: int | None = None
+        try:
+            if client.left:
+                raise wire.WireError("it sent a request after Bye")
+            if client.group is None:
+                reply = self._admit(client, request)
+                pass_fd = self._pool_fd
+            elif isinstance(request, wire.Bye):
+                self._leave(client)
+                reply = wire.Done()
+            else:
+                reply = self._service.handle(client.group, request)
+        except wire.WireError:
+            raise
+        except StoreError as refusal:
+            reply = wire.Failed(str(refusal))
+        except Exception as error:
+            # One client's request must not end the store for all. The index checks requests before it changes
+            # anything; should a bug have broken it all the same, serving on could hand out the wrong pages.
+            _log.exception("%s of %s failed", type(request).__name__, client)
+            reply = wire.Failed(f"the owner of the store failed on a {type(request).__name__}: {error!r}")
+            problem = self._service.check()
+            if problem:
+                _log.critical("the index is broken, the store ends: %s", problem)
+                self._stopping = True
+        client.channel.send(wire.encode_frame(ticket, reply), pass_fd)
+        if client.group is None:
+            raise PeerGone("it was not admitted")
+
+    def _admit(self, client: _Client, request: wire.Request) -> wire.Reply:
+        if not isinstance(request, wire.Hello):
+            raise wire.WireError(f"its first request is a {type(request).__name__}, not a Hello")
+        if request.protocol != wire.PROTOCOL:
+            raise StoreError(
+                f"the store at {self._settings.socket_path} speaks protocol {wire.PROTOCOL}, this client "
+                f"{request.protocol}: use one version of mlkv for both, or another store"
+            )
+        if request.page_bytes != self._settings.page_bytes:
+            raise StoreError(
+                f"the store at {self._settings.socket_path} has pages of {self._settings.page_bytes} bytes, this "
+                f"client needs {request.page_bytes}: use the same model, dtype and page_tokens, or another store"
+            )
+        if client.refusal:
+            raise StoreError(client.refusal)
+        client.group, client.rank = request.group, request.rank
+        self._service.join(client.group, client.id)
+        return wire.Welcome(self._num_pages, self._settings.page_bytes)
+
+    def _disconnect(self, client: _Client, why: str) -> None:
+        """Close a connection. What its process may still touch is kept until the process is gone."""
+        self._selector.unregister(client.channel)
+        client.channel.close()
+        if client.group is None or client.left:
+            self._remove(client)
+            return
+        _log.warning("lost %s: %s; waiting for its process to end", client, why)
+        self._selector.register(client.pidfd, selectors.EVENT_READ, lambda _mask: self._on_process_end(client))
+
+    def _on_process_end(self, client: _Client) -> None:
+        self._selector.unregister(client.pidfd)
+        self._leave(client)
+        self._remove(client)
+
+    def _leave(self, client: _Client) -> None:
+        assert client.group is not None
+        client.left = True
+        self._service.leave(client.group, client.id)
+
+    def _remove(self, client: _Client) -> None:
+        if client.pidfd >= 0:
+            os.close(client.pidfd)
+        del self._clients[client.id]
+        self._leave_at = time.monotonic() + self._settings.linger_s
+
+    def _close_silent(self) -> None:
+        now = time.monotonic()
+        for client in [c for c in self._clients.values() if c.group is None and now >= c.hello_by]:
+            self._disconnect(client, "it never said Hello")
+
+    # The end
+
+    def _stop(self, _signal: int, _frame: object) -> None:
+        self._stopping = True
+
+    def _timeout_s(self) -> float | None:
+        """Until the next thing that happens by itself."""
+        now = time.monotonic()
+        due = [client.hello_by for client in self._clients.values() if client.group is None]
+        if not self._clients and not self._settings.keep:
+            due.append(max(self._leave_at, now + _RETRY_S))
+        return max(0.0, min(due) - now) if due else None
+
+    def _left(self) -> bool:
+        """Whether the time has come to go, and the files are gone already.
+
+        Under the lock nobody else makes or removes the socket. A client that connects meanwhile without it is
+        either seen here, or finds its connection closed and starts over.
+        """
+        if self._settings.keep or self._clients or time.monotonic() < self._leave_at:
+            return False
+        lock = SocketLock.try_acquire(self._settings.socket_path)
+        if lock is None:
+            return False  # somebody is about to connect, or to find that we are gone
+        newcomer = _readable_now(self._listener)
+        if not newcomer:
+            self._settings.socket_path.unlink(missing_ok=True)
+        lock.release(remove=not newcomer)
+        return not newcomer
+
+    def _remove_files(self) -> None:
+        try:
+            lock = SocketLock.acquire(self._settings.socket_path, _STOP_LOCK_S)
+        except DeadlineExceeded:
+            return  # the next one to start here replaces the socket
+        self._settings.socket_path.unlink(missing_ok=True)
+        lock.release(remove=True)
+
+
+def _readable_now(sock: socket.socket) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def _process_handle(sock: socket.socket, pid: int) -> tuple[int, str]:
+    """(pidfd, "") of the process at the other end, or (-1, why there is none)."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD), ""
+    except OSError:
+        # An older kernel. The peer is alive while we are in accept, or the number is of a process that is:
+        # then its leases live longer than they had to.
+        pass
+    try:
+        return os.pidfd_open(pid), ""
+    except OSError as error:
+        return -1, (
+            f"the owner of the store cannot watch process {pid} ({error.strerror}): it must be in the same PID "
+            "namespace, on Linux 5.3 or later"
+        )
+
+
+def start(settings: OwnerSettings) -> Owner:
+    """Make pool, index and socket. The caller holds the lock of the socket.
+
+    Raises ConfigError for a pool or socket path that cannot be, StoreError if another owner listens there.
+    """
+    if is_listening(settings.socket_path):
+        raise StoreError(f"another owner serves {settings.socket_path} already")
+    settings.socket_path.unlink(missing_ok=True)
+    num_pages = pool_pages(settings.host_bytes, settings.page_bytes)
+    pool_fd = create_pool_file(num_pages, settings.page_bytes)
+    pool = HostPool(pool_fd, num_pages, settings.page_bytes)
+    service = StoreService(Index(num_pages, LRU(num_pages)), pool)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    umask = os.umask(0o177)
+    try:
+        listener.bind(os.fspath(settings.socket_path))
+    finally:
+        os.umask(umask)
+    listener.listen(_MAX_CLIENTS)
+    listener.setblocking(False)
+    _log.info("serves %d pages of %d bytes at %s", num_pages, settings.page_bytes, settings.socket_path)
+    return Owner(settings, service, listener, pool_fd)
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[OwnerSettings, int | None, int | None]:
+    parser = argparse.ArgumentParser(prog="python -m mlkv.store.owner", description="The store of one host.")
+    parser.add_argument("--socket", type=Path, required=True, help="path of its Unix socket")
+    parser.add_argument("--host-bytes", type=int, required=True, help="size of the host pool")
+    parser.add_argument("--page-bytes", type=int, required=True, help="size of one page, a multiple of 4096")
+    parser.add_argument("--linger-s", type=float, default=0.0, help="how long it outlives its last client")
+    parser.add_argument("--keep", action="store_true", help="stay until SIGTERM or Ctrl-C")
+    parser.add_argument("--log-file", type=Path, help="default: standard error")
+    parser.add_argument("--lock-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    settings = OwnerSettings(
+        args.socket.absolute(), args.host_bytes, args.page_bytes, args.linger_s, args.keep, args.log_file
+    )
+    return settings, args.lock_fd, args.ready_fd
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. With --lock-fd and --ready-fd (from spawn.py) it detaches, and reports through the pipe."""
+    settings, lock_fd, ready_fd = _parse(argv)
+    if lock_fd is not None and os.fork():
+        # The engine gets no child of ours: it could be waiting for any of its children, and would owe us a wait.
+        os._exit(0)
+    try:
+        logging.basicConfig(
+            level=logging.INFO,
+            format=f"%(asctime)s mlkv store {os.getpid()}: %(message)s",
+            filename=settings.log_file,
+        )
+        private_folder(settings.socket_path)
+        if lock_fd is None:
+            lock = SocketLock.acquire(settings.socket_path, _STOP_LOCK_S)
+        else:
+            lock = SocketLock.inherited(settings.socket_path, lock_fd)
+        owner = start(settings)
+        lock.release()
+    except (MLKVError, OSError) as error:
+        if ready_fd is None:
+            print(f"mlkv store: {error}", file=sys.stderr)
+        else:
+            kind = CONFIG_ERROR if isinstance(error, ConfigError) else b""
+            os.write(ready_fd, kind + str(error).encode())
+        return 2 if isinstance(error, ConfigError) else 1
+    if ready_fd is not None:
+        os.write(ready_fd, READY)
+        os.close(ready_fd)
+    owner.serve()
+    _log.info("ends")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
