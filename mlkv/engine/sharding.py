@@ -24,6 +24,10 @@ _KEPT_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embeddi
 """Styles under which a rank simply keeps the whole weight. A token embedding is a lookup, so nothing is gained
 by splitting it, and a tied output projection is then a view of its rows."""
 
+_EXPERT_MULTIPLE = 16
+"""Inner features of an expert on a rank are a multiple of this: grouped matrix products want rows of a multiple of
+16 bytes."""
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -63,10 +67,10 @@ class Cut:
     parts: int = 1
 
     @classmethod
-    def even(cls, dim: int, total: int, tp: TensorParallel, parts: int = 1) -> Cut:
-        """Equal runs over the ranks, the last ones shorter where `total` does not divide."""
+    def even(cls, dim: int, total: int, tp: TensorParallel, parts: int = 1, multiple: int = 1) -> Cut:
+        """Equal runs of a multiple of elements over the ranks, the last ones shorter or empty before padding."""
         whole = total // parts
-        size = -(-whole // tp.size)
+        size = -(-whole // (tp.size * multiple)) * multiple
         start = min(whole, tp.rank * size)
         return cls(dim, start, min(whole, start + size) - start, size, parts)
 
@@ -223,11 +227,12 @@ def shard(model: Any, heads: HeadSplit, head_dim: int, tp: TensorParallel) -> di
             raise ConfigError(f"tp: style {style!r} of {path} in {name} is not supported; tp values that work: 1")
     for path, parameter in model.named_parameters():
         style = plan.get(_pattern(path), "")
-        if style in ("packed_colwise", "colwise"):  # experts: [experts, out, in], gate and up one after the other
-            parts = 2 if style == "packed_colwise" else 1
-            cuts[path] = Cut.even(parameter.dim() - 2, parameter.shape[-2], tp, parts)
+        rows, columns = parameter.dim() - 2, parameter.dim() - 1  # of experts: [experts, out, in]
+        if style in ("packed_colwise", "colwise"):
+            parts = 2 if style == "packed_colwise" else 1  # gate and up, one after the other
+            cuts[path] = Cut.even(rows, parameter.shape[rows], tp, parts, _EXPERT_MULTIPLE)
         elif style == "rowwise":
-            cuts[path] = Cut.even(parameter.dim() - 1, parameter.shape[-1], tp)
+            cuts[path] = Cut.even(columns, parameter.shape[columns], tp, 1, _EXPERT_MULTIPLE)
         elif style and style not in _KEPT_WHOLE:
             raise ConfigError(f"tp: style {style!r} of {path} in {name} is not supported; tp values that work: 1")
     return cuts

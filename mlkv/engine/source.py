@@ -171,8 +171,9 @@ def _only_gguf(folder: Path) -> Path | None:
 def _read_config(folder: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"model: config.json in {folder} is not one that transformers knows: {error}") from None
+    except Exception as error:  # validators of transformers and of the hub client raise many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"model: config.json in {folder} is not one that transformers knows: {reason}") from None
     return config
 
 
