@@ -98,7 +98,7 @@ class MultiLevelCache:
             fingerprint=self._namespace.fingerprint,
             rank=replica.rank,
         )
-        planner = (
+        self._planner = (
             Planner(self._client, config.store.answer_deadline_s, config.move.max_tasks)
             if replica.is_master
             else None
@@ -109,7 +109,7 @@ class MultiLevelCache:
             rank_slice,
             self._agreement.member,
             self._mover,
-            planner,
+            self._planner,
             min_load_tokens=config.min_load_tokens,
             max_tasks=config.move.max_tasks,
         )
@@ -245,6 +245,8 @@ class MultiLevelCache:
 
         Waits for the owner; not for the path of a step. Not collective. Raises StoreError, DeadlineExceeded.
         """
+        if self._planner is not None:
+            self._planner.settle(deadline_s)
         return self._client.call(Stats(audit=True), deadline_s)
 
     def close(self) -> None:

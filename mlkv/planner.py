@@ -14,7 +14,7 @@ from typing import Union
 import numpy as np
 import numpy.typing as npt
 
-from mlkv.errors import StoreError, StoreLost
+from mlkv.errors import DeadlineExceeded, StoreError, StoreLost
 from mlkv.store import StoreClient, wire
 
 log = logging.getLogger(__name__)
@@ -127,12 +127,7 @@ class Planner:
 
     def poll(self) -> list[Answer]:
         """What was answered since the last poll, in order. Never blocks and never raises for a failing store."""
-        if not self._lost:
-            try:
-                for ticket, reply in self._client.poll():
-                    self._take(self._asked.pop(ticket), reply)
-            except StoreLost as error:
-                self._lose(error)
+        self._take_arrived()
         now = time.monotonic()
         for question in self._asked.values():
             if not question.dropped and question.deadline < now:
@@ -142,6 +137,27 @@ class Planner:
                 self._answer_nothing(question, f"no answer from the store within {self._deadline_s:g} s")
         answers, self._answers = self._answers, []
         return answers
+
+    def settle(self, deadline_s: float) -> None:
+        """Wait until the owner has answered everything that was sent, so that its books show it.
+
+        What it answers is kept for the next poll. Raises DeadlineExceeded.
+        """
+        end = time.monotonic() + deadline_s
+        while self._asked and not self._lost:
+            if time.monotonic() > end:
+                raise DeadlineExceeded(f"the store left {len(self._asked)} questions open for {deadline_s:g} s")
+            self._take_arrived()
+            time.sleep(0.0005)
+
+    def _take_arrived(self) -> None:
+        if self._lost:
+            return
+        try:
+            for ticket, reply in self._client.poll():
+                self._take(self._asked.pop(ticket), reply)
+        except StoreLost as error:
+            self._lose(error)
 
     def _ask(self, call: int, kind: str, request: wire.Request) -> None:
         question = _Question(call, kind, time.monotonic() + self._deadline_s)

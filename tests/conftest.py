@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Owners that a test starts get a socket folder of the test's own, and no setting leaks in from outside."""
     # Short, because the path of a Unix socket holds at most 107 bytes.
     folder = Path(tmp_path_factory.mktemp("r"))
@@ -21,7 +20,6 @@ def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     for name in list(os.environ):
         if name.startswith("MLKV_") and name != "MLKV_HOME":
             monkeypatch.delenv(name)
-    yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -43,9 +44,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, deadline_s: f
     return [outcome.value for outcome in outcomes]
 
 
-def watch_ranks(
-    function: Callable[..., Any], size: int, *args: Any, deadline_s: float = 60.0
-) -> list[Outcome]:
+def watch_ranks(function: Callable[..., Any], size: int, *args: Any, deadline_s: float = 60.0) -> list[Outcome]:
     """Like `run_ranks`, for tests in which ranks are meant to raise or die."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
@@ -69,10 +68,8 @@ def watch_ranks(
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]
                 outcomes[rank].seconds = time.monotonic() - start
-                try:
+                with contextlib.suppress(EOFError):  # died without a word; its exit code says how
                     outcomes[rank].value, outcomes[rank].error, outcomes[rank].trace = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    pass  # died without a word; its exit code says how
         for rank, process in enumerate(processes):
             process.join(timeout=5)
             if process.is_alive():
