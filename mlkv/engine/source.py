@@ -230,13 +230,17 @@ def _convert(path: Path, gguf: Path | None, folder: Path) -> None:
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars cannot be turned off
             model, report = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, output_loading_info=True, **options
+                source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
-    except (ValueError, OSError, RuntimeError, ImportError, KeyError) as error:
-        raise ConfigError(f"model: transformers cannot load {gguf or path}: {error}") from None
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ConfigError(f"model: {gguf or path} lacks weights of the model: {', '.join(missing[:3])}")
+    except Exception as error:  # a damaged file makes its reader raise anything
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"model: transformers cannot load {gguf or path}: {reason}") from None
+    wrong = sorted(report["missing_keys"]) or sorted(str(key[0]) for key in report["mismatched_keys"])
+    if wrong:
+        raise ConfigError(
+            f"model: the weights in {gguf or path} do not fit its configuration; missing or of another shape: "
+            f"{', '.join(wrong[:3])}"
+        )
     if gguf is not None:  # transformers has already dequantised it, but its config still says that it is GGUF
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

@@ -60,7 +60,7 @@ def checkpoint_names(folder: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             names = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model: {index} is malformed: {error!r}") from None
         missing = sorted({file for file in names.values() if not (folder / file).is_file()})
         if missing:
