@@ -128,7 +128,7 @@ class StoreClient:
             if not isinstance(welcome, wire.Welcome) or not fds:
                 raise wire.WireError(f"the process {owner.pid} at {path} does not speak as a store does")
             return cls(channel, HostPool(fds[0], welcome.num_pages, welcome.page_bytes), owner.pid, path)
-        except (FileNotFoundError, ConnectionRefusedError, PeerGone):
+        except (FileNotFoundError, ConnectionError, PeerGone):
             sock.close()
             raise _NoOwner from None
         except TimeoutError as error:
@@ -170,7 +170,7 @@ class StoreClient:
     def poll(self) -> list[tuple[int, wire.Reply]]:
         """(ticket, reply) of what has arrived; refused requests as wire.Failed. Does not wait.
 
-        Raises StoreLost once, after everything that arrived before the loss was returned.
+        Raises StoreLost once. What arrived before the loss is still returned, by the call before it or after it.
         """
         if not self._lost:
             self._pump()

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlkv.errors import ConfigError, DeadlineExceeded, MLKVError, StoreError
+from mlkv.errors import ConfigError, MLKVError, StoreError
 from mlkv.store import wire
 from mlkv.store.index import Index
 from mlkv.store.policy import LRU
@@ -219,7 +219,10 @@ class Owner:
         if client.pidfd >= 0:
             os.close(client.pidfd)
         del self._clients[client.id]
-        self._leave_at = time.monotonic() + self._settings.linger_s
+        if (
+            client.group is not None
+        ):  # else it only looked whether we are here, and our starter may still be to come
+            self._leave_at = time.monotonic() + self._settings.linger_s
 
     def _close_silent(self) -> None:
         now = time.monotonic()
@@ -247,7 +250,11 @@ class Owner:
         """
         if self._settings.keep or self._clients or time.monotonic() < self._leave_at:
             return False
-        lock = SocketLock.try_acquire(self._settings.socket_path)
+        try:
+            lock = SocketLock.try_acquire(self._settings.socket_path)
+        except StoreError as error:
+            _log.warning("nobody can find this owner any more: %s", error)
+            return True
         if lock is None:
             return False  # somebody is about to connect, or to find that we are gone
         newcomer = _readable_now(self._listener)
@@ -259,8 +266,9 @@ class Owner:
     def _remove_files(self) -> None:
         try:
             lock = SocketLock.acquire(self._settings.socket_path, _STOP_LOCK_S)
-        except DeadlineExceeded:
-            return  # the next one to start here replaces the socket
+        except MLKVError as error:
+            _log.warning("leaves its socket behind, to be replaced by the next owner: %s", error)
+            return
         self._settings.socket_path.unlink(missing_ok=True)
         lock.release(remove=True)
 
@@ -337,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os._exit(0)
     try:
         logging.basicConfig(
-            level=logging.INFO,
+            level=logging.INFO if settings.keep or settings.log_file else logging.WARNING,
             format=f"%(asctime)s mlkv store {os.getpid()}: %(message)s",
             filename=settings.log_file,
         )

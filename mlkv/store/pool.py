@@ -62,8 +62,8 @@ class HostPool:
 
     def close(self) -> None:
         """Unmap, unless somebody still has a view (a tensor on it, say): then it lives as long as that."""
-        self.buffer.release()
         try:
+            self.buffer.release()
             self._mapping.close()
         except BufferError:
             # mmap refuses to pull memory from under an exported view; the last view unmaps it when collected.

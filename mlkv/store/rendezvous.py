@@ -9,7 +9,7 @@ import stat
 import time
 from pathlib import Path
 
-from mlkv.errors import ConfigError, DeadlineExceeded
+from mlkv.errors import ConfigError, DeadlineExceeded, StoreError
 
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path without its terminator
 _POLL_S = 0.01
@@ -57,10 +57,13 @@ class SocketLock:
 
     @classmethod
     def try_acquire(cls, socket_path: Path) -> SocketLock | None:
-        """The lock, or None if somebody has it."""
+        """The lock, or None if somebody has it. Raises StoreError when its file cannot be made."""
         path = lock_path(socket_path)
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise StoreError(f"cannot make the lock {path} of the store: {error.strerror}") from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The file is removed by its holder, so the one that was opened may be another than the next to

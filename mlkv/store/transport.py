@@ -112,7 +112,10 @@ class FramedSocket:
 
     def receive_with_fd(self) -> tuple[list[tuple[int, bytes]], list[int]]:
         """As `receive`, for the one read that brings a descriptor with it. The descriptors are the caller's."""
-        data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            self._fail(os.strerror(error.errno or 0))
         if not data:
             self._fail("it closed the connection")
         return self._reader.feed(data), fds

@@ -25,7 +25,7 @@ class Rank:
     def store(self, text: str, commit: bool = True) -> list[int]:
         """Write each page with its own letter."""
         reserved = self.client.call(Reserve(chain(text)), CALL_S)
-        for page, letter in zip(reserved.page_ids.tolist(), text[reserved.first :], strict=True):
+        for page, letter in zip(reserved.page_ids.tolist(), text[reserved.first :], strict=False):
             self.client.pool[page * 4096 : (page + 1) * 4096] = letter.encode() * 4096
         if commit:
             self.client.call(Commit(reserved.reservation, len(reserved.page_ids)), CALL_S)
@@ -33,10 +33,11 @@ class Rank:
 
     def match(self, text: str) -> dict[str, Any]:
         matched = self.client.call(Match(chain(text), len(text)), CALL_S)
-        letters = [
-            bytes(self.client.pool[page * 4096 : page * 4096 + 2]).decode() for page in matched.page_ids.tolist()
-        ]
+        letters = self.peek(matched.page_ids.tolist())
         return {"lease": matched.lease, "pages": matched.page_ids.tolist(), "letters": letters}
+
+    def peek(self, pages: list[int]) -> list[str]:
+        return [bytes(self.client.pool[page * 4096 : page * 4096 + 2]).decode() for page in pages]
 
     def release(self, lease: int) -> None:
         self.client.call(Release([lease]), CALL_S)
@@ -48,6 +49,15 @@ class Rank:
     def hang_up(self) -> None:
         """Lose the connection as a bug would, with the process alive and the pool still mapped."""
         self.client._channel.close()
+
+    def churn(self, rounds: int, **connect: Any) -> int:
+        """Join and leave again and again, so that owners come and go."""
+        served = 0
+        for _ in range(rounds):
+            self.connect(**connect)
+            served += self.client.call(Stats(audit=True), CALL_S).problem == ""
+            self.close()
+        return served
 
     def close(self) -> None:
         self.client.close()
