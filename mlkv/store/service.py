@@ -17,6 +17,10 @@ from mlkv.store.index import KEY_BYTES, Index, IndexBroken
 from mlkv.store.pool import HostPool
 from mlkv.store.tier import Tier, TierJob
 
+MAX_HOLDS = 65536
+"""Leases, and reservations, that a group may have at once: far beyond what an engine has in flight, so that one
+which never gives them back is told before the owner runs out of memory."""
+
 _log = logging.getLogger("mlkv.store")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -114,6 +118,7 @@ class StoreService:
     # Requests
 
     def _match(self, group: _Group, request: wire.Match) -> wire.Matched:
+        _check_holds(len(group.leases), "leases")
         lease = self._index.match(request.keys, request.limit)
         if lease.id:
             group.leases.add(lease.id)
@@ -130,6 +135,7 @@ class StoreService:
         )
 
     def _reserve(self, group: _Group, request: wire.Reserve) -> wire.Reserved:
+        _check_holds(len(group.reservations), "reservations")
         reservation = self._index.reserve(request.keys, request.start)
         self._demote(reservation.evicted)
         if reservation.id:
@@ -253,3 +259,8 @@ class StoreService:
             self._totals.tier_failures += 1
             _log.exception("a lower tier failed")
             return otherwise
+
+
+def _check_holds(number: int, what: str) -> None:
+    if number >= MAX_HOLDS:
+        raise StoreError(f"this group has {number} {what} already; it must give some back")

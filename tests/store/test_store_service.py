@@ -201,6 +201,20 @@ def test_refused_requests_leave_no_trace():
     assert store.report() == before
 
 
+def test_group_that_never_gives_back_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlkv.store.service.MAX_HOLDS", 2)
+    store = Store(4)
+    store.store("ab")
+    for _ in range(2):
+        store.ask(wire.Match(chain("ab"), 2))
+    with pytest.raises(StoreError, match="2 leases"):
+        store.ask(wire.Match(chain("ab"), 2))
+    store.ask(wire.Reserve(chain("x")))
+    store.ask(wire.Reserve(chain("y")))
+    with pytest.raises(StoreError, match="2 reservations"):
+        store.ask(wire.Reserve(chain("z")))
+
+
 def test_report_counts_what_happened():
     store = Store(2)
     written = store.store("ab")
