@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from mlkv.faults import FaultPlan
     from mlkv.keys import Namespace, page_keys
     from mlkv.layout import KVLayout, KVPool, Plane, RankSlice
-    from mlkv.mover import Mover
+    from mlkv.mover import Completion, Mover
     from mlkv.planner import Planner
+    from mlkv.remote import RemoteMover, TransferOrder, TransferReport, TransferWorker
     from mlkv.tasks import CacheStats, Failure, Hit, StepResult
 
 _MODULE_OF = {
@@ -38,6 +39,7 @@ _MODULE_OF = {
     "AgreementError": "mlkv.errors",
     "CacheStats": "mlkv.tasks",
     "CacheUsageError": "mlkv.errors",
+    "Completion": "mlkv.mover",
     "ConfigError": "mlkv.errors",
     "DeadlineExceeded": "mlkv.errors",
     "Failure": "mlkv.tasks",
@@ -58,11 +60,15 @@ _MODULE_OF = {
     "RankLost": "mlkv.errors",
     "RankSlice": "mlkv.layout",
     "RanksDiverged": "mlkv.errors",
+    "RemoteMover": "mlkv.remote",
     "Replica": "mlkv.dist",
     "StepResult": "mlkv.tasks",
     "StoreConfig": "mlkv.config",
     "StoreError": "mlkv.errors",
     "StoreLost": "mlkv.errors",
+    "TransferOrder": "mlkv.remote",
+    "TransferReport": "mlkv.remote",
+    "TransferWorker": "mlkv.remote",
     "page_keys": "mlkv.keys",
 }
 
@@ -83,6 +89,7 @@ __all__ = [
     "AgreementError",
     "CacheStats",
     "CacheUsageError",
+    "Completion",
     "ConfigError",
     "DeadlineExceeded",
     "Failure",
@@ -103,11 +110,15 @@ __all__ = [
     "RankLost",
     "RankSlice",
     "RanksDiverged",
+    "RemoteMover",
     "Replica",
     "StepResult",
     "StoreConfig",
     "StoreError",
     "StoreLost",
+    "TransferOrder",
+    "TransferReport",
+    "TransferWorker",
     "__version__",
     "page_keys",
 ]

@@ -33,6 +33,7 @@ from mlkv.layout import KVLayout, KVPool, RankSlice
 from mlkv.lifecycle import Lifecycle
 from mlkv.mover import Mover
 from mlkv.planner import Planner
+from mlkv.remote import RemoteMover, connect_member
 from mlkv.store import Report, Stats, StoreClient
 from mlkv.tasks import CacheStats, StepResult
 
@@ -71,33 +72,67 @@ class MultiLevelCache:
         *,
         rank_slice: RankSlice | None = None,
     ) -> None:
+        _check_page_tokens(config, layout)
         if rank_slice is None:
             rank_slice = RankSlice.of_rank(layout.num_kv_heads, replica.size, replica.rank)
         if rank_slice.num_heads > pool.local_heads:
             raise ConfigError(
                 f"rank {replica.rank} is to hold {rank_slice.num_heads} heads, its pool {pool.local_heads}"
             )
-        if config.page_tokens != layout.page_tokens:
-            raise ConfigError(
-                f"page_tokens={config.page_tokens} of the settings is not the layout's {layout.page_tokens}"
-            )
-        self._config = config
-        self._layout = layout
-        self._pool = pool
-        self._replica = replica
-        self._slice = rank_slice
-        self._namespace = Namespace(config.model, layout, config.version)
         _check_same_everywhere(config, layout, replica)
-        self._client = _connect(config, layout, replica)
-        self._mover = Mover(
+        client = _connect(config, layout, replica)
+        mover = Mover(
             config,
             layout,
             pool,
-            np.frombuffer(self._client.pool, np.uint8),
+            np.frombuffer(client.pool, np.uint8),
             rank_slice=rank_slice,
-            fingerprint=self._namespace.fingerprint,
+            fingerprint=Namespace(config.model, layout, config.version).fingerprint,
             rank=replica.rank,
         )
+        self._assemble(config, layout, replica, client, mover, rank_slice, pool.num_slots)
+
+    @classmethod
+    def central(
+        cls, config: MLKVConfig, layout: KVLayout, mover: RemoteMover, *, engine: str, num_slots: int
+    ) -> MultiLevelCache:
+        """The cache of an engine with one scheduler, in the scheduler's process; its workers do the copying.
+
+        Used like the cache of a replica of one rank, but the engine carries `mover.take_orders()` to its workers
+        and their reports to `mover.hear()`. A load or offload is over when every worker has reported it.
+
+        Args:
+            engine: a name shared with the `TransferWorker`s, and with no other engine of the store.
+            num_slots: of each worker's KV pool.
+
+        Raises:
+            ConfigError, StoreError: as the constructor.
+        """
+        _check_page_tokens(config, layout)
+        cache = cls.__new__(cls)
+        heads = RankSlice.of_rank(layout.num_kv_heads, 1, 0)
+        client = connect_member(config, layout, engine, 0)
+        cache._assemble(config, layout, Replica.single(), client, mover, heads, num_slots)
+        return cache
+
+    def _assemble(
+        self,
+        config: MLKVConfig,
+        layout: KVLayout,
+        replica: Replica,
+        client: StoreClient,
+        mover: Mover | RemoteMover,
+        rank_slice: RankSlice,
+        num_slots: int,
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._num_slots = num_slots
+        self._replica = replica
+        self._slice = rank_slice
+        self._namespace = Namespace(config.model, layout, config.version)
+        self._client = client
+        self._mover = mover
         self._planner = (
             Planner(self._client, config.store.answer_deadline_s, config.move.max_tasks)
             if replica.is_master
@@ -143,8 +178,10 @@ class MultiLevelCache:
         keys = page_keys(tokens[: max(0, len(tokens) - 1)], self._layout.page_tokens, root)
         self._lifecycle.lookup(request_id, keys, device_tokens)
 
-    def load(self, request_id: str, slots: torch.Tensor) -> None:
+    def load(self, request_id: str, slots: torch.Tensor) -> int:
         """Start the asynchronous copy of an answered hit into device slots.
+
+        Returns the number by which a `TransferOrder` names this load.
 
         Args:
             slots: int64 `[hit.num_tokens - hit.start]`, one for each token from `hit.start`; -1 for a token
@@ -152,7 +189,7 @@ class MultiLevelCache:
         """
         num_pages = len(self._lifecycle.answered(request_id).indices)
         self._check_slots(request_id, slots, num_pages * self._layout.page_tokens, lowest=-1)
-        self._lifecycle.load(request_id, slots)
+        return self._lifecycle.load(request_id, slots)
 
     def decline(self, request_id: str) -> None:
         """Do not use a hit, answered or not; its lease is returned. No event follows."""
@@ -271,10 +308,17 @@ class MultiLevelCache:
             )
         if slots.is_cpu and num_tokens:
             low, high = int(slots.min()), int(slots.max())
-            if low < lowest or high >= self._pool.num_slots:
+            if low < lowest or high >= self._num_slots:
                 raise CacheUsageError(
-                    f"request {request_id!r}: slots {low}..{high} leave [{lowest}, {self._pool.num_slots})"
+                    f"request {request_id!r}: slots {low}..{high} leave [{lowest}, {self._num_slots})"
                 )
+
+
+def _check_page_tokens(config: MLKVConfig, layout: KVLayout) -> None:
+    if config.page_tokens != layout.page_tokens:
+        raise ConfigError(
+            f"page_tokens={config.page_tokens} of the settings is not the layout's {layout.page_tokens}"
+        )
 
 
 def _check_same_everywhere(config: MLKVConfig, layout: KVLayout, replica: Replica) -> None:

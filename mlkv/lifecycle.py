@@ -98,8 +98,8 @@ class Lifecycle:
             raise CacheUsageError(f"request {request_id!r} has no answered hit to load")
         return task
 
-    def load(self, request_id: str, slots: torch.Tensor) -> None:
-        """Start the copy of an answered hit. slots: int64 `[pages to load * page_tokens]`."""
+    def load(self, request_id: str, slots: torch.Tensor) -> int:
+        """Start the copy of an answered hit, return its number. slots: int64 `[pages to load * page_tokens]`."""
         task = self.answered(request_id)
         identity = f"{task.call}/".encode() + task.indices.tobytes() + task.generations.tobytes()
         number = self._member.record(Stream.LOADS, identity, request_id)
@@ -108,6 +108,7 @@ class Lifecycle:
         keys = task.keys[task.first_page * KEY_BYTES : task.num_pages * KEY_BYTES]
         # The parents are only for writing a page's identity, which a load does not do.
         self._mover.load(number, PageBatch(task.indices, keys, keys, task.generations), slots)
+        return number
 
     def decline(self, request_id: str) -> None:
         """Do not use a lookup, answered or not."""

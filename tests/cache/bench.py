@@ -99,8 +99,8 @@ class Rank:
         settings.setdefault("store", {}).setdefault("host_bytes", host_pages * self.layout.page_bytes)
         settings.setdefault("agree", {"deadline_s": 20.0})
         self.config = MLKVConfig(page_tokens=PAGE_TOKENS, **settings)
-        pool = KVPool.from_layers(self.layout, k=self.k, v=self.v)
-        self.cache = MultiLevelCache(self.config, self.layout, pool, replica)
+        self.pool = KVPool.from_layers(self.layout, k=self.k, v=self.v)
+        self.cache = MultiLevelCache(self.config, self.layout, self.pool, replica)
         self.seen = Seen()
 
     def compute(self, tokens: Sequence[int], slots: torch.Tensor, start: int = 0) -> None:

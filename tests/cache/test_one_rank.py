@@ -374,7 +374,7 @@ def test_settings_and_layout_must_fit_each_other() -> None:
     rank = Rank(Replica.single())
     other = MLKVConfig(model="test", page_tokens=8)
     with pytest.raises(ConfigError, match="page_tokens=8"):
-        MultiLevelCache(other, rank.layout, rank.cache._pool, Replica.single())
+        MultiLevelCache(other, rank.layout, rank.pool, Replica.single())
     rank.cache.close()
 
 
