@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -118,7 +119,7 @@ def _read_answer(ready_fd: int, process: subprocess.Popen[bytes], deadline_s: fl
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
     """End the child and what it has forked: it leads a session of its own."""
     try:
-        os.killpg(process.pid, 9)
+        os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return  # nothing of it is left
     finally:

@@ -46,8 +46,8 @@ def new_client(socket_path: Path) -> Iterator[Callable[..., StoreClient]]:
     clients: list[StoreClient] = []
 
     def connect(**settings: Any) -> StoreClient:
-        settings = {"host_bytes": 16 * 4096, "page_bytes": 4096, "group": b"here", "rank": 0} | settings
-        clients.append(StoreClient.connect(socket_path, deadline_s=20.0, **settings))
+        defaults = {"host_bytes": 16 * 4096, "page_bytes": 4096, "group": b"here", "rank": 0, "deadline_s": 20.0}
+        clients.append(StoreClient.connect(socket_path, **{**defaults, **settings}))
         return clients[-1]
 
     yield connect

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,6 +137,34 @@ def test_socket_that_a_killed_owner_left_is_replaced(new_client: NewClient, sock
 def test_file_that_is_no_socket_is_replaced(new_client: NewClient, socket_path: Path):
     socket_path.write_text("left by something")
     assert new_client().call(Stats(), 10.0).clients == 1
+
+
+def python_that(does: str, socket_path: Path) -> str:
+    """An executable to be started in place of Python."""
+    program = socket_path.parent / "python"
+    program.write_text(f"#!/bin/sh\n{does}\n")
+    program.chmod(0o700)
+    return str(program)
+
+
+def test_owner_that_never_gets_ready_is_given_up_and_killed(
+    new_client: NewClient, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pid_file = socket_path.parent / "pid"
+    monkeypatch.setattr(sys, "executable", python_that(f"echo $$ > {pid_file}; exec sleep 600", socket_path))
+    with pytest.raises(DeadlineExceeded, match="not ready within"):
+        new_client(deadline_s=1.0)
+    assert not is_running(int(pid_file.read_text()))
+    monkeypatch.undo()
+    assert new_client().num_pages == 16, "the lock is free again"
+
+
+def test_owner_that_dies_at_once_is_an_error(
+    new_client: NewClient, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "executable", python_that("exit 3", socket_path))
+    with pytest.raises(StoreError, match="did not start"):
+        new_client()
 
 
 def test_pool_larger_than_memory_is_refused_to_the_starter(new_client: NewClient, socket_path: Path):
