@@ -41,11 +41,25 @@ class _Decode:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Tokens [start, stop) are the last ones of a context that lies in `slots`."""
+    """Tokens [start, stop) are the last ones of a context that lies in `slots`.
+
+    `mask` says what each of them sees; None when they are the whole context, so that the plain causal mask is it.
+    """
 
     start: int
     stop: int
     slots: torch.Tensor
+    mask: Any
+
+    @classmethod
+    def of(cls, start: int, stop: int, context: SlotArray, device: torch.device) -> _Chunk:
+        new, total = stop - start, len(context)
+        mask: Any = None
+        if new < total and device.type == "cuda":
+            mask = causal_lower_right(new, total)  # only a mark: the fused kernels mask by themselves
+        elif new < total:
+            mask = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        return cls(start, stop, torch.from_numpy(context).to(device), mask)
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,7 @@ class AttentionBatch:
             at = stop
         chunks, at = [], ones
         for context, n in zip(contexts[ones:], num_new[ones:], strict=True):
-            chunks.append(_Chunk(at, at + n, torch.from_numpy(context).to(device)))
+            chunks.append(_Chunk.of(at, at + n, context, device))
             at += n
         return cls(torch.from_numpy(slots).to(device), tuple(decodes), tuple(chunks))
 
@@ -133,12 +147,19 @@ class PagedKV:
         output = torch.empty_like(query[0].transpose(0, 1), memory_format=torch.contiguous_format)
         for decode in batch.decodes:
             output[decode.start : decode.stop] = _decode(
-                query[0, :, decode.start : decode.stop].transpose(0, 1), k[decode.slots], v[decode.slots],
-                decode.mask, scaling,
-            )  # fmt: skip
+                query[0, :, decode.start : decode.stop].transpose(0, 1),
+                _gather(k, decode.slots),
+                _gather(v, decode.slots),
+                decode.mask,
+                scaling,
+            )
         for chunk in batch.chunks:
             output[chunk.start : chunk.stop] = _prefill(
-                query[0, :, chunk.start : chunk.stop], k[chunk.slots], v[chunk.slots], scaling
+                query[0, :, chunk.start : chunk.stop],
+                k.index_select(0, chunk.slots),
+                v.index_select(0, chunk.slots),
+                chunk.mask,
+                scaling,
             )
         return output[None]
 
@@ -158,27 +179,25 @@ def _decode(
     return out.reshape(q.shape)
 
 
-def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _gather(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """`[requests, context, kv_heads, dim]` of a pool. `index_select` copies rows; plain indexing is slower."""
+    return pool.index_select(0, slots.reshape(-1)).view(*slots.shape, *pool.shape[1:])
+
+
+def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float | None) -> torch.Tensor:
     """q `[q_heads, new, dim]`, k and v `[context, kv_heads, dim]` -> `[new, q_heads, dim]`.
 
     The new tokens are the last of the context: token i sees the first `context - new + i + 1`.
     """
-    new, context = q.shape[1], k.shape[0]
     q, k, v = q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:
         # The memory-efficient kernel, the only one for fp32 that does not store all scores, takes equal heads.
         groups = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
-    if new == context:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-    else:
-        mask: Any
-        if q.is_cuda:
-            mask = causal_lower_right(new, context)  # not materialised: picks the fused kernels' own masking
-        else:
-            mask = torch.ones(new, context, dtype=torch.bool).tril(context - new)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
     return out[0].transpose(0, 1)
 
 
