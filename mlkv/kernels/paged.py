@@ -77,9 +77,7 @@ def _planes(
             num_rows = plane.rows(layout.page_tokens)
             part = slices[:, :, start : start + num_rows * row_bytes]
             words = _as_integers(view[..., :num_heads, :])
-            yield plane, words, part.view(words.dtype).view(
-                *slices.shape[:2], num_rows, words.shape[-1]
-            )
+            yield plane, words, part.view(words.dtype).view(*slices.shape[:2], num_rows, words.shape[-1])
 
 
 def _as_integers(view: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ says that it has finished with them, and the host pages stay leased (load) or re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from mlkv.kernels.host_pages import HostPages, PageBatch
 from mlkv.layout import KVLayout, KVPool, RankSlice
 
 TransferPath = Literal["auto", "staged", "direct"]
-"""How bytes cross between host and device, see `cuda.choose_path`."""
+"""How bytes cross between host and device, see `staged.choose_path`."""
 
 
 class LoadTransfer(ABC):
@@ -90,6 +91,7 @@ class TransferEngine(ABC):
         staging_bytes: int,
         max_tasks: int = 1024,
         transfer: TransferPath = "auto",
+        on_pinned: Callable[[int, int], None] | None = None,
     ) -> TransferEngine:
         """The engine for the pool's device.
 
@@ -104,6 +106,7 @@ class TransferEngine(ABC):
                 offload of up to this size has released its slots before its first page has left the device.
             max_tasks: bound of the loads, and of the offloads, in flight.
             transfer: on CUDA, force the staged or the direct path; "auto" chooses for each transfer.
+            on_pinned: on CUDA, called with (bytes done, bytes in all) while the host pool is pinned.
 
         Raises:
             ConfigError: when a size or a shape does not fit.
@@ -124,7 +127,12 @@ class TransferEngine(ABC):
             from mlkv.kernels.cuda import open_cuda_engine
 
             return open_cuda_engine(
-                pool, pages, staging_bytes=staging_bytes, max_tasks=max_tasks, transfer=transfer
+                pool,
+                pages,
+                staging_bytes=staging_bytes,
+                max_tasks=max_tasks,
+                transfer=transfer,
+                on_pinned=on_pinned,
             )
         raise ConfigError(f"no transfers for KV pools on {pool.device}; CPU and CUDA are supported")
 

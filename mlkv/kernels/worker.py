@@ -26,6 +26,8 @@ class Worker:
         name: of the thread.
         max_jobs: bound of the jobs waiting or running.
         around: called on the thread to run its loop, for what must be set up on that thread.
+
+    The queue itself needs no bound, because no more than `max_jobs` are let in.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class Worker:
     ) -> None:
         self._name = name
         self._jobs: queue.Queue[Job | None] = queue.Queue()
-        self._free = threading.BoundedSemaphore(max_jobs)
+        self._max_jobs = max_jobs
+        self._num_jobs = 0  # waiting or running
+        self._lock = threading.Lock()
         self._closed = False
         target, args = (self._loop, ()) if around is None else (around, (self._loop,))
         self._thread = threading.Thread(target=target, args=args, name=name, daemon=True)
@@ -41,10 +45,18 @@ class Worker:
 
     def submit(self, job: Job) -> bool:
         """Queue a job. False, and the job is not touched, when `max_jobs` are waiting or running."""
-        if not self._free.acquire(blocking=False):
-            return False
+        with self._lock:
+            if self._num_jobs >= self._max_jobs:
+                return False
+            self._num_jobs += 1
         self._jobs.put(job)
         return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits or runs."""
+        with self._lock:
+            return not self._num_jobs
 
     def close(self, deadline_s: float) -> None:
         """Fail the jobs that have not begun and wait for the one that has. Raises DeadlineExceeded."""
@@ -65,4 +77,5 @@ class Worker:
             except BaseException as error:  # also SystemExit from a library: the next jobs must still be served
                 job.fail(f"{type(error).__name__}: {error}")
             finally:
-                self._free.release()
+                with self._lock:
+                    self._num_jobs -= 1

@@ -1,0 +1,180 @@
+"""Staged transfers on a CUDA device: torch streams and events, the driver's copy engine, Triton kernels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mlkv.errors import ConfigError
+from mlkv.kernels.copy_engine import CopyEngine, driver
+from mlkv.kernels.device import Event, PageKernels
+from mlkv.kernels.host_pages import HostPages
+from mlkv.kernels.pinning import CudaRegistrar, PinnedMemory
+from mlkv.kernels.staged import StagedTransferEngine
+from mlkv.kernels.torch_kernels import TorchKernels
+from mlkv.kernels.transfer import TransferPath
+from mlkv.layout import KVPool, RankSlice
+
+log = logging.getLogger(__name__)
+
+STREAM_PRIORITY = -1
+"""Above the model's streams: a scatter of a few microseconds that waits behind the queued blocks of a large matmul
+would hold up the copies behind it, while the matmul hardly notices it."""
+
+
+class CudaDevice:
+    """See `device.Device`. The host pool is pinned here, and unpinned by `close`.
+
+    Args:
+        kernels: of this device.
+        batched_copies: False: one driver call for each piece.
+        priority: of the streams; lower is more urgent.
+        on_pinned: called with (bytes pinned, bytes in all) while the host pool is pinned.
+
+    Raises:
+        ConfigError: when this process has no CUDA driver.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        host: HostPages,
+        kernels: PageKernels,
+        *,
+        batched_copies: bool = True,
+        priority: int = STREAM_PRIORITY,
+        on_pinned: Callable[[int, int], None] | None = None,
+    ) -> None:
+        try:
+            library = driver()
+        except OSError as error:
+            raise ConfigError(f"the KV pool is on {device}, but there is no CUDA driver: {error}") from None
+        self.kernels = kernels
+        self._device = device
+        self._priority = priority
+        self._memory = PinnedMemory(
+            host.address, host.pages.nbytes, CudaRegistrar(library, device), progress=on_pinned
+        )
+        # Batches are for pinned memory only.
+        self._copies = CopyEngine(library, batched=batched_copies and self._memory.is_pinned)
+
+    @property
+    def host_is_pinned(self) -> bool:
+        return self._memory.is_pinned
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=self._priority)  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def is_idle(self, stream: torch.cuda.Stream) -> bool:
+        return bool(stream.query())
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        stream.wait_event(event)
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, pin_memory=True)
+
+    def upload(self, stream: torch.cuda.Stream, host: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            # Allocated on this stream, so memory that its earlier work still uses is not overwritten early.
+            return torch.empty_like(host, device=self._device, pin_memory=False).copy_(host, non_blocking=True)
+
+    def copy(
+        self,
+        stream: torch.cuda.Stream,
+        targets: npt.NDArray[np.int64],
+        sources: npt.NDArray[np.int64],
+        piece_bytes: int,
+        *,
+        to_host: bool,
+    ) -> None:
+        with torch.cuda.device(self._device):
+            # Host pages of a load were complete before it was submitted. Staging is filled in stream order.
+            self._copies.copy(stream.cuda_stream, targets, sources, piece_bytes, sources_are_final=not to_host)
+
+    def launch(self, stream: torch.cuda.Stream, kernel: Callable[[], None]) -> None:
+        with torch.cuda.stream(stream):
+            kernel()
+
+    def run_thread(self, loop: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device):
+            loop()
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def open_cuda_engine(
+    pool: KVPool,
+    host: HostPages,
+    *,
+    staging_bytes: int,
+    max_tasks: int,
+    transfer: TransferPath,
+    on_pinned: Callable[[int, int], None] | None = None,
+) -> StagedTransferEngine[torch.cuda.Stream]:
+    """The engine for a pool on a CUDA device, with its host pool pinned and its kernels compiled."""
+    kernels = choose_kernels(pool, host.rank_slice)
+    device = CudaDevice(pool.device, host, kernels, on_pinned=on_pinned)
+    try:
+        engine: StagedTransferEngine[torch.cuda.Stream] = StagedTransferEngine(
+            pool, host, device, staging_bytes=staging_bytes, max_tasks=max_tasks, transfer=transfer
+        )
+        _warm_up(pool, host, device)
+    except BaseException:
+        device.close()
+        raise
+    return engine
+
+
+def choose_kernels(pool: KVPool, rank_slice: RankSlice) -> PageKernels:
+    """Triton kernels, or torch operations where Triton is missing or cannot take the pool's strides."""
+    try:
+        from mlkv.kernels.triton_kernels import TritonKernels
+
+        return TritonKernels(pool, rank_slice)
+    except (ImportError, ValueError) as error:
+        log.warning("transfers use torch operations, several times slower than the Triton kernels: %s", error)
+        return TorchKernels(pool, rank_slice)
+
+
+def _warm_up(pool: KVPool, host: HostPages, device: CudaDevice) -> None:
+    """Compile the kernels now, not in the first transfer: gather a page into scratch, scatter it to no slot."""
+    layout, part = pool.layout, host.rank_slice
+    if not part.num_heads or pool.num_slots < layout.page_tokens:
+        return
+    stream = device.new_stream()
+    stream.wait_stream(device.current_stream())
+    scratch = device.staging(part.num_heads * layout.head_bytes)
+    in_host = torch.empty(scratch.numel(), dtype=torch.uint8, pin_memory=True)
+    sums = device.pinned((1, part.num_heads, device.kernels.num_parts))
+    slots = device.pinned((layout.page_tokens,))
+    pages = [scratch.view(1, part.num_heads, layout.head_bytes)]
+    if device.kernels.reaches_host:
+        pages.append(device.pinned((1,)).fill_(in_host.data_ptr()))
+    for target in pages:
+        written = target if target.dtype == torch.int64 else target[:, : part.num_written_heads]
+        slots.copy_(torch.arange(layout.page_tokens))
+        if part.num_written_heads:
+            device.launch(stream, partial(device.kernels.gather, slots, written, sums))
+        stream.synchronize()
+        slots.fill_(-1)
+        device.launch(stream, partial(device.kernels.scatter, slots, target, sums))
+        stream.synchronize()

@@ -1,0 +1,243 @@
+"""Gather with checksum and scatter with checksum as one Triton kernel for each group of planes.
+
+Tiles of rows pass through registers: read from one side, weighted and summed, written to the other. Every program
+leaves the sum of what it moved in pinned host memory; nothing is added up or compared on the device, so there are
+no atomics, nothing to clear before and nothing to copy after. For one page of one head in Llama-3.1-8B geometry
+(64 tokens) that is 32 sums of 8 bytes for 1 MiB moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from mlkv.kernels.pool_table import COLUMNS, PlaneGroup, plane_groups
+from mlkv.layout import KVPool, RankSlice
+
+_NUM_WARPS = 4
+_TILE_BYTES = 8192
+"""In registers at a time: with 4 warps, four independent 16-byte loads a thread, and sums in 32 registers."""
+
+_PROGRAM_BYTES = 32 << 10
+"""Moved by one program. A chunk of 16 MiB makes 512 programs. On an H200 528 programs (4 for each SM) moved
+1.7 TB/s, 132 programs 1.3, 64 programs 0.8."""
+
+
+@triton.jit
+def _word_weight(word):  # type: ignore[no-untyped-def]
+    """`page.checksum_weights` of a word's position in its slice (uint32), widened to 64 bits."""
+    word ^= word >> 16
+    word *= 0x85EBCA6B
+    word ^= word >> 13
+    word *= 0xC2B2AE35
+    word ^= word >> 16
+    return (word | 1).to(tl.uint64)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_heads", "head_bytes", "num_parts", "first_part"]
+)
+def _move_pages(  # type: ignore[no-untyped-def]
+    slots,
+    pages,
+    sums,
+    table,
+    num_heads,
+    head_bytes,
+    num_parts,
+    first_part,
+    SCATTER: tl.constexpr,
+    ADDRESSES: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHECKSUM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,
+    PADDING_BYTES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_UNITS: tl.constexpr,
+):
+    """One program moves `ENTRIES` (layer, plane) rows of the table for one head of one page."""
+    page = tl.program_id(0) // num_heads
+    head = tl.program_id(0) % num_heads
+    part = tl.program_id(1)
+    if ADDRESSES:
+        slice_address = tl.load(pages + page) + head.to(tl.int64) * head_bytes
+    else:
+        slice_address = pages.to(tl.int64) + (page.to(tl.int64) * num_heads + head) * head_bytes
+    if UNIT_BYTES == 4:
+        unit = tl.uint32
+    elif UNIT_BYTES == 2:
+        unit = tl.uint16
+    else:
+        unit = tl.uint8
+    total = tl.zeros([TILE_ROWS, TILE_UNITS], tl.uint64)
+    padding_total = tl.zeros([16], tl.uint64)
+    for entry in range(ENTRIES):
+        at = table + (part * ENTRIES + entry) * COLUMNS
+        address = tl.load(at) + head * tl.load(at + 3)
+        block_step = tl.load(at + 1)
+        token_step = tl.load(at + 2)
+        plane_offset = tl.load(at + 4)
+        for first_row in range(0, ROWS, TILE_ROWS):
+            row = first_row + tl.arange(0, TILE_ROWS)
+            if PER_PAGE:
+                slot = tl.load(slots + page * PAGE_TOKENS + row * 0)
+                place = address + (slot // BLOCK_TOKENS) * block_step
+            else:
+                slot = tl.load(slots + page * PAGE_TOKENS + row, mask=row < ROWS, other=-1)
+                place = address + (slot // BLOCK_TOKENS) * block_step + (slot % BLOCK_TOKENS) * token_step
+            for first_unit in range(0, ROW_UNITS, TILE_UNITS):
+                column = first_unit + tl.arange(0, TILE_UNITS)
+                inside = (row < ROWS)[:, None] & (column < ROW_UNITS)[None, :]
+                used = inside & (slot >= 0)[:, None]
+                in_plane = (row * ROW_UNITS)[:, None] + column[None, :]
+                paged = place[:, None] + (column * UNIT_BYTES)[None, :]
+                packed = slice_address + plane_offset + in_plane * UNIT_BYTES
+                if ALIGNED:
+                    paged = tl.multiple_of(paged, [1, 16])
+                    packed = tl.multiple_of(packed, [1, 16])
+                paged = paged.to(tl.pointer_type(unit))
+                packed = packed.to(tl.pointer_type(unit))
+                if ALIGNED:
+                    paged = tl.max_contiguous(tl.multiple_of(paged, [1, 16]), [1, TILE_UNITS])
+                    packed = tl.max_contiguous(tl.multiple_of(packed, [1, 16]), [1, TILE_UNITS])
+                if SCATTER:
+                    data = tl.load(packed, mask=inside, other=0)
+                    tl.store(paged, data, mask=used)
+                else:
+                    data = tl.load(paged, mask=used, other=0)
+                    tl.store(packed, data, mask=inside)
+                if CHECKSUM:
+                    if UNIT_BYTES == 4:
+                        word = (plane_offset // 4).to(tl.uint32) + in_plane.to(tl.uint32)
+                        total += data.to(tl.uint64) * _word_weight(word)
+                    else:
+                        byte = plane_offset.to(tl.uint32) + in_plane.to(tl.uint32) * UNIT_BYTES
+                        value = data.to(tl.uint64) << ((byte % 4) * 8).to(tl.uint64)
+                        total += value * _word_weight(byte // 4)
+        if PADDING_BYTES > 0:
+            byte = tl.arange(0, 16)
+            start = plane_offset + ROWS * ROW_UNITS * UNIT_BYTES
+            padding = (slice_address + start + byte).to(tl.pointer_type(tl.uint8))
+            inside_padding = byte < PADDING_BYTES
+            if SCATTER:
+                # Zeros of a good page; a page in which they are not must not verify.
+                value = tl.load(padding, mask=inside_padding, other=0).to(tl.uint64)
+                byte_of_slice = start.to(tl.uint32) + byte.to(tl.uint32)
+                value = value << ((byte_of_slice % 4) * 8).to(tl.uint64)
+                padding_total += value * _word_weight(byte_of_slice // 4)
+            else:
+                tl.store(padding, tl.zeros([16], tl.uint8), mask=inside_padding)
+    if CHECKSUM:
+        result = tl.sum(tl.sum(total, axis=1), axis=0) + tl.sum(padding_total, axis=0)
+        tl.store(sums + tl.program_id(0).to(tl.int64) * num_parts + first_part + part, result.to(tl.int64))
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A group of planes with the shape of its kernel."""
+
+    table: torch.Tensor
+    group: PlaneGroup
+    entries: int  # rows of the table for one program
+    first_part: int
+    num_parts: int
+    tile_rows: int
+    tile_units: int
+
+
+class TritonKernels:
+    """See `device.PageKernels`.
+
+    Args:
+        checksum: False leaves sums unwritten; only for measuring what they cost.
+
+    Raises:
+        ValueError: for a pool whose rows are not contiguous.
+    """
+
+    reaches_host = True
+
+    def __init__(
+        self, pool: KVPool, rank_slice: RankSlice, *, checksum: bool = True, program_bytes: int = _PROGRAM_BYTES
+    ) -> None:
+        self._pool = pool
+        self._slice = rank_slice
+        self._checksum = checksum
+        self._launches: list[_Launch] = []
+        self.num_parts = 0
+        for group in plane_groups(pool):
+            launch = self._shape(group, program_bytes)
+            self._launches.append(launch)
+            self.num_parts += launch.num_parts
+
+    def gather(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor) -> None:
+        self._move(slots, pages, sums, self._slice.num_written_heads, scatter=False)
+
+    def scatter(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor) -> None:
+        self._move(slots, pages, sums, self._slice.num_heads, scatter=True)
+
+    def _move(
+        self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor, num_heads: int, *, scatter: bool
+    ) -> None:
+        layout = self._pool.layout
+        for launch in self._launches:
+            group = launch.group
+            _move_pages[(len(pages) * num_heads, launch.num_parts)](
+                slots,
+                pages,
+                sums,
+                launch.table,
+                num_heads,
+                layout.head_bytes,
+                self.num_parts,
+                launch.first_part,
+                SCATTER=scatter,
+                ADDRESSES=pages.dtype == torch.int64,
+                PER_PAGE=group.per_page,
+                ALIGNED=group.is_aligned,
+                CHECKSUM=self._checksum,
+                PAGE_TOKENS=layout.page_tokens,
+                BLOCK_TOKENS=self._pool.block_tokens,
+                COLUMNS=COLUMNS,
+                ENTRIES=launch.entries,
+                ROWS=group.num_rows,
+                ROW_UNITS=group.row_bytes // group.unit_bytes,
+                UNIT_BYTES=group.unit_bytes,
+                PADDING_BYTES=group.padding_bytes,
+                TILE_ROWS=launch.tile_rows,
+                TILE_UNITS=launch.tile_units,
+                num_warps=_NUM_WARPS,
+            )
+
+    def _shape(self, group: PlaneGroup, program_bytes: int) -> _Launch:
+        plane_bytes = group.num_rows * group.row_bytes
+        # A whole number of programs, so that every program has the same work and none a bound to check.
+        wanted = max(1, program_bytes // plane_bytes)
+        entries = max(n for n in range(1, wanted + 1) if len(group.rows) % n == 0)
+        row_units = group.row_bytes // group.unit_bytes
+        max_units = _TILE_BYTES // group.unit_bytes
+        exact = row_units & -row_units  # its largest divisor that is a power of two: tiles without idle lanes
+        if exact >= 32 or exact == row_units:
+            tile_units = min(exact, max_units)
+        else:
+            tile_units = min(triton.next_power_of_2(row_units), max_units)
+        tile_rows = min(triton.next_power_of_2(group.num_rows), max(1, max_units // tile_units))
+        return _Launch(
+            table=torch.tensor(group.rows, dtype=torch.int64).to(self._pool.device),
+            group=group,
+            entries=entries,
+            first_part=self.num_parts,
+            num_parts=len(group.rows) // entries,
+            tile_rows=tile_rows,
+            tile_units=tile_units,
+        )
