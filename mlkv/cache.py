@@ -24,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mlkv.address import owner_socket
+from mlkv import host_store
 from mlkv.config import MLKVConfig
 from mlkv.dist import Agreement, Mark, Replica
-from mlkv.errors import CacheUsageError, ConfigError, MLKVError, StoreError
+from mlkv.errors import CacheUsageError, ConfigError
+from mlkv.faults import FaultPlan
 from mlkv.keys import KEY_BYTES, Namespace, page_keys
 from mlkv.layout import KVLayout, KVPool, RankSlice
 from mlkv.lifecycle import Lifecycle
@@ -59,7 +60,7 @@ class MultiLevelCache:
         rank_slice: the heads of this rank; default: `RankSlice.of_rank` for the replica's size.
 
     Raises:
-        ConfigError: ranks were given different settings, or a replica spans hosts.
+        ConfigError: ranks were given different settings, or settings that do not fit where they run.
         StoreError: no owner process could be found or started on some rank's host.
     """
 
@@ -79,8 +80,9 @@ class MultiLevelCache:
             raise ConfigError(
                 f"rank {replica.rank} is to hold {rank_slice.num_heads} heads, its pool {pool.local_heads}"
             )
-        _check_same_everywhere(config, layout, replica)
-        client = _connect(config, layout, replica)
+        host_store.check_same_everywhere(config, layout, replica)
+        rank_slice = host_store.written_here(rank_slice, replica)
+        client = host_store.connect(config, layout, replica)
         mover = Mover(
             config,
             layout,
@@ -89,6 +91,7 @@ class MultiLevelCache:
             rank_slice=rank_slice,
             fingerprint=Namespace(config.model, layout, config.version).fingerprint,
             rank=replica.rank,
+            writes_identity=host_store.writes_identity(replica),
         )
         self._assemble(config, layout, replica, client, mover, rank_slice, pool.num_slots)
 
@@ -138,7 +141,9 @@ class MultiLevelCache:
             if replica.is_master
             else None
         )
-        self._agreement = Agreement(replica, config.agree.channel)
+        agree = config.agree
+        self._agreement = Agreement(replica, agree.channel, late=agree.late, dump_stacks=agree.dump_stacks)
+        self._strikes = FaultPlan.parse(config.faults).of_steps(replica.rank)
         self._lifecycle = Lifecycle(
             layout,
             rank_slice,
@@ -236,6 +241,9 @@ class MultiLevelCache:
         """
         if self._closed:
             raise CacheUsageError("step() on a closed cache")
+        if self._strikes:
+            for strike in self._strikes.pop(self._lifecycle.stats.steps + 1, []):
+                strike()
         for done in self._mover.poll():
             mark = _MARKS[done.kind]
             if done.num_good is not None:
@@ -319,41 +327,3 @@ def _check_page_tokens(config: MLKVConfig, layout: KVLayout) -> None:
         raise ConfigError(
             f"page_tokens={config.page_tokens} of the settings is not the layout's {layout.page_tokens}"
         )
-
-
-def _check_same_everywhere(config: MLKVConfig, layout: KVLayout, replica: Replica) -> None:
-    text = config.model_dump_json() + layout.fingerprint.hex()
-    digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    digests = replica.all_ints(digest)
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
-            raise ConfigError(f"rank {rank} of the replica has other settings or another layout than rank 0")
-    if not replica.one_host:
-        raise ConfigError("this replica spans hosts; the ranks of one replica must share a host")
-
-
-def _connect(config: MLKVConfig, layout: KVLayout, replica: Replica) -> StoreClient:
-    """This rank's connection to the owner. A rank that gets none fails on every rank of the replica."""
-    client: StoreClient | None = None
-    error: MLKVError | None = None
-    members = ",".join(f"{place.host}:{place.pid}" for place in replica.places)
-    try:
-        client = StoreClient.connect(
-            owner_socket(config.store),
-            host_bytes=int(config.store.host_bytes),
-            page_bytes=layout.page_bytes,
-            group=blake2b(members.encode(), digest_size=16).digest(),
-            rank=replica.rank,
-            deadline_s=config.store.connect_deadline_s,
-            linger_s=config.store.linger_s,
-        )
-    except MLKVError as problem:
-        error = problem
-    connected = replica.all_ints(0 if client is None else client.num_pages)
-    if client is not None and all(connected):
-        return client
-    if client is not None:
-        client.close()
-    if error is not None:
-        raise error
-    raise StoreError(f"rank {connected.index(0)} of this replica could not reach the store; see its error")

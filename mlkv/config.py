@@ -49,8 +49,19 @@ class StoreConfig(_Section):
 class AgreeConfig(_Section):
     """How the ranks of a replica agree."""
 
-    channel: Literal["auto", "object"] = "auto"
+    channel: Literal["auto", "object", "ledger", "tensor", "hierarchical"] = Field(
+        default="auto", description="how ranks exchange; auto chooses by where they run, see docs/protocol.md"
+    )
+    late: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="apply the exchange of a step in the next one, so that no step waits for the network; auto: "
+        "where a replica spans hosts",
+    )
     deadline_s: float = Field(default=60.0, gt=0, description="no rank waits longer than this for another")
+    dump_stacks: bool = Field(
+        default=False,
+        description="when a rank is lost, write Python stacks to stderr, its own too if it still runs (SIGUSR2)",
+    )
 
 
 class MoveConfig(_Section):

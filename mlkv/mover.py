@@ -58,7 +58,9 @@ class Mover:
     Args:
         host: the whole host pool, uint8 `[num_pages * page_bytes]`, shared by the ranks of the host.
         fingerprint: of the namespace, as it stands in page headers.
-        rank: of this replica; rank 0 writes the identity part of page headers.
+        rank: of this replica.
+        writes_identity: whether this rank writes the identity part of page headers, which one rank of each host
+            does; default: rank 0.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Mover:
         rank_slice: RankSlice,
         fingerprint: bytes,
         rank: int,
+        writes_identity: bool | None = None,
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -83,7 +86,7 @@ class Mover:
             layout=layout,
             rank_slice=rank_slice,
             fingerprint=fingerprint,
-            writes_identity=rank == 0,
+            writes_identity=rank == 0 if writes_identity is None else writes_identity,
             staging_bytes=int(config.move.staging_bytes),
         )
         self._loads: deque[_InFlight] = deque()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
 
-from mlkv.dist.channel import Channel, open_channel
-from mlkv.dist.protocol import Decision, Mark, Master, Member, Progress, TaskFailure, Words
+from mlkv.dist import stacks
+from mlkv.dist.channel import Channel
+from mlkv.dist.choice import open_channel
+from mlkv.dist.protocol import Decision, Divergence, Mark, Master, Member, Progress, TaskFailure
 from mlkv.dist.replica import Replica
-from mlkv.errors import AgreementError
+from mlkv.errors import AgreementError, CacheUsageError, MLKVError, RankLost
 
 _SAMPLES_KEPT = 65536  # newest step costs, for percentiles
 
@@ -29,52 +32,94 @@ class Agreed:
     """
 
     popped: tuple[range, range, range]
-    failures: dict[tuple[Mark, int], TaskFailure]
+    failures: Mapping[tuple[Mark, int], TaskFailure]
     facts: tuple[bytes, ...]
 
 
+_NOTHING = Agreed((range(0), range(0), range(0)), MappingProxyType({}), ())
+
+
+class _Note(msgspec.Struct, frozen=True, array_like=True):
+    """What the master adds to a step: its facts, or why it has none to give."""
+
+    facts: tuple[bytes, ...] = ()
+    error: str = ""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_note = msgspec.msgpack.Decoder(_Note).decode
+_decode_decision = msgspec.msgpack.Decoder(Decision).decode
+
+
 class Agreement:
-    """Call `step` exactly once per engine step on every rank of the replica.
+    """Call `step` exactly once per engine step on every rank of the replica. Collective over the replica.
+
+    Args:
+        channel, late: see `open_channel`.
+        dump_stacks: when a rank is lost, write the Python stacks of this process to stderr, and ask the lost one
+            for its own if it runs on this host (SIGUSR2).
 
     Attributes:
         member: where this rank records what it does and finishes.
+        late: whether a step gives what the step before has agreed.
     """
 
-    def __init__(self, replica: Replica, channel: str = "auto") -> None:
+    def __init__(
+        self, replica: Replica, channel: str = "auto", *, late: str = "auto", dump_stacks: bool = False
+    ) -> None:
         self._replica = replica
-        self._channel: Channel = open_channel(channel, replica)
+        self._channel: Channel = open_channel(channel, late, replica)
+        self.late = self._channel.late
+        self.member = Member(replica.rank, late=self.late)
+        self._decisions = _Decisions(replica, self.member)
         self._broken: AgreementError | None = None
+        self._stepping = False
         self._costs_s: deque[float] = deque(maxlen=_SAMPLES_KEPT)
-        self.member = Member(replica.rank)
-        self._master = Master(replica.size, self.member) if replica.is_master else None
+        self._dump_stacks = dump_stacks
+        if dump_stacks:
+            stacks.answer_requests()
 
     @property
     def channel_name(self) -> str:
         return self._channel.name
 
     def step(self, facts: Callable[[], Sequence[bytes]]) -> Agreed:
-        """Exchange progress, let the master decide, apply its decision.
+        """Exchange progress, let the master decide, apply the decision.
 
         Args:
-            facts: called on the master only, while it decides.
+            facts: called on the master only, once.
 
         Raises:
             RankLost, RanksDiverged, MasterFailed: the replica cannot go on. Every later step raises the same.
+            CacheUsageError: another thread is in a step of this agreement.
         """
         if self._broken is not None:
             raise self._broken
+        if self._stepping:
+            raise CacheUsageError(f"step {self.member.step} still runs in another thread; there is one at a time")
+        self._stepping = True
         start = time.perf_counter()
+        member = self.member
+        self._decisions.facts = facts
         try:
-            words = self.member.progress().to_words()
-            message = self._channel.exchange(words, None if self._master is None else self._decider(facts))
-            decision = msgspec.msgpack.decode(message, type=Decision)
-            popped = self.member.apply(decision)
+            report = member.report()
+            message = self._channel.exchange(member.step, report, self._decisions)
+            if message:
+                agreed = self._apply(_decode_decision(message))
+            else:
+                member.apply_nothing()
+                agreed = _NOTHING
         except AgreementError as error:
-            self._broken = error
+            self._break(error)
             raise
+        except BaseException as error:
+            # Whatever it is (Ctrl-C, a failing engine hook), half an exchange is made: the others must not wait.
+            self._break(AgreementError(f"step {member.step} was left by {type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._stepping = False
         self._costs_s.append(time.perf_counter() - start)
-        failures = {(Mark(f.mark), f.number): f for f in decision.failures}
-        return Agreed(popped, failures, decision.facts)
+        return agreed
 
     def cost_us(self) -> dict[str, float]:
         """Percentiles of the time a step spent agreeing, waiting for slower ranks included."""
@@ -84,18 +129,58 @@ class Agreement:
         return {"p50": float(p50), "p99": float(p99)}
 
     def close(self) -> None:
+        """Leave the replica. Not collective: others that still step are told, where the channel can."""
+        if self._broken is None:
+            self._broken = AgreementError("this rank has left the agreement")
         self._channel.close()
 
-    def _decider(self, facts: Callable[[], Sequence[bytes]]) -> Callable[[Sequence[Words]], bytes]:
-        master = self._master
-        assert master is not None
+    def _apply(self, decision: Decision) -> Agreed:
+        popped = self.member.apply(decision)
+        failures = {(Mark(f.mark), f.number): f for f in decision.failures}
+        return Agreed(popped, failures, decision.facts)
 
-        def decide(words: Sequence[Words]) -> bytes:
-            reports = [Progress.from_words(row) for row in words]
-            try:
-                decision = master.decide(reports, facts())
-            except Exception as error:  # whatever it is, the followers wait for an answer and must get it
-                decision = Decision(reports[0].step, master_error=f"{type(error).__name__}: {error}")
-            return msgspec.msgpack.encode(decision)
+    def _break(self, error: AgreementError) -> None:
+        self._broken = error
+        lost = error if isinstance(error, RankLost) else None
+        self._channel.leave(f"{type(error).__name__}: {error}" if lost is None else lost.why, lost)
+        if self._dump_stacks and lost is not None:
+            place = self._replica.places[lost.rank]
+            same_host = place.host == self._replica.places[self._replica.rank].host
+            stacks.dump(str(lost), ask_pid=place.pid if same_host and lost.rank != self._replica.rank else None)
 
-        return decide
+
+class _Decisions:
+    """The protocol's master as channels use it: on the master alone, or the same on every rank (`tensor`)."""
+
+    def __init__(self, replica: Replica, member: Member) -> None:
+        self._master = Master(replica.size, member if replica.is_master else None)
+        self._last_reports: list[bytes] = [b""] * replica.size
+        self._marks = (0, 0, 0)
+        self.facts: Callable[[], Sequence[bytes]] = list
+
+    def note(self) -> bytes:
+        try:
+            facts = self.facts()
+        except Exception as error:  # whatever it is, the followers wait for an answer and must get it
+            return _encode(_Note(error=f"{type(error).__name__}: {error}"))
+        return _encode(_Note(tuple(facts))) if facts else b""
+
+    def decide(self, step: int, reports: Sequence[bytes], note: bytes) -> bytes:
+        if not note and reports == self._last_reports:
+            return b""
+        try:
+            told = _decode_note(note) if note else _Note()
+            if told.error:
+                return _encode(Decision(step, master_error=told.error))
+            progress = [Progress.unpack(step, report) for report in reports]
+            decision = self._master.decide(progress, told.facts)
+        except (MLKVError, ValueError) as error:  # malformed words: nothing follows from them
+            return _encode(Decision(step, master_error=f"{type(error).__name__}: {error}"))
+        self._last_reports = list(reports)
+        same_marks, self._marks = decision.marks == self._marks, decision.marks
+        if same_marks and not decision.failures and not decision.facts and decision.diverged is None:
+            return b""
+        return _encode(decision)
+
+    def refuse(self, step: int, rank: int, why: str) -> bytes:
+        return _encode(Decision(step, diverged=Divergence(rank, why)))

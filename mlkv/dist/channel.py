@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
-from mlkv.dist.protocol import Words
-from mlkv.dist.replica import Replica
-from mlkv.errors import ConfigError
+from mlkv.errors import RankLost
 
-Decide = Callable[[Sequence[Words]], bytes]
-"""The master's decision: from the words of all ranks, in group order, to the message for all of them."""
+
+class Decider(Protocol):
+    """The deciding half of the protocol, as a channel uses it. Its messages are opaque to channels."""
+
+    def note(self) -> bytes:
+        """What only the master knows, for this step. Called once a step, on the master only; never raises."""
+
+    def decide(self, step: int, reports: Sequence[bytes], note: bytes) -> bytes:
+        """The message of `step` from the reports of all ranks, in group order, and the master's note.
+
+        Pure: ranks that call it with the same arguments in every step get messages that mean the same. An empty
+        message means that nothing has changed. Never raises: what goes wrong is told in the message.
+        """
+
+    def refuse(self, step: int, rank: int, why: str) -> bytes:
+        """The message that ends the replica because `rank` does not follow the others."""
 
 
 class Channel(ABC):
-    """One exchange per engine step: words from every rank to the master, one message back to every rank.
+    """One exchange per engine step: a report from every rank, one message back to every rank.
 
     Every rank calls `exchange` exactly once per step, whether or not it has anything to say; the number of
-    messages of a step does not depend on their content. Only the master passes `decide`. An implementation waits
-    at most the replica's deadline and then raises RankLost naming the rank that did not come.
+    messages of a step does not depend on their content, except that one too long for its fixed place brings a
+    second one, on every rank. An implementation waits at most the replica's deadline and then raises RankLost
+    naming the rank that did not come.
+
+    Attributes:
+        name: as in the setting `agree.channel`.
+        late: whether `exchange(step, ...)` returns the message of `step - 1`. The first message is empty then.
     """
 
     name: str
+    late: bool = False
 
     @abstractmethod
-    def exchange(self, words: Words, decide: Decide | None) -> bytes:
-        """Send `words` (int64, fixed size), return the master's message of this step."""
+    def exchange(self, step: int, report: bytes, decider: Decider) -> bytes:
+        """Send `report` (`REPORT_BYTES` bytes), return the message of this step, or of the last if late.
+
+        Args:
+            step: one more than in the last call.
+        """
+
+    def leave(self, why: str, lost: RankLost | None) -> None:  # noqa: B027 - a channel may have no way to tell
+        """Take no further step because of `lost`, or of `why`; tell the others where that is possible."""
 
     @abstractmethod
     def close(self) -> None:
@@ -37,21 +63,8 @@ class LocalChannel(Channel):
 
     name = "local"
 
-    def exchange(self, words: Words, decide: Decide | None) -> bytes:
-        if decide is None:
-            raise AssertionError("the only rank of a replica is its master")
-        return decide([words])
+    def exchange(self, step: int, report: bytes, decider: Decider) -> bytes:
+        return decider.decide(step, [report], decider.note())
 
     def close(self) -> None:
         """Holds nothing."""
-
-
-def open_channel(name: str, replica: Replica) -> Channel:
-    """The channel of that name for this replica; `auto` chooses. Collective over the replica."""
-    from mlkv.dist.object_channel import ObjectChannel  # here, because it imports this module
-
-    if replica.size == 1:
-        return LocalChannel()
-    if name in ("auto", ObjectChannel.name):
-        return ObjectChannel(replica)
-    raise ConfigError(f"agree.channel: {name!r} is not a channel; there are 'auto' and 'object'")

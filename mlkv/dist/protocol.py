@@ -12,6 +12,7 @@ mark to the minimum over ranks, and every rank pops exactly the entries up to it
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from hashlib import blake2b
@@ -26,6 +27,10 @@ MAX_FAILURES = 8
 """Failures one rank reports in one step. More wait for the next step, and their marks wait with them."""
 
 _LABELS_KEPT = 8  # newest entries named in an error
+
+_REPORT = struct.Struct(f"<{10 + 3 * MAX_FAILURES}q")
+REPORT_BYTES = _REPORT.size
+"""Of `Progress.pack`; the same in every step."""
 
 Words = npt.NDArray[np.int64]
 
@@ -66,27 +71,30 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
     WORDS = 1 + 9 + 1 + 3 * MAX_FAILURES
 
+    def pack(self) -> bytes:
+        """The report: `REPORT_BYTES` bytes, everything but the step, which channels carry themselves."""
+        numbers = [number for f in self.failures for number in (f.mark, f.number, f.num_good)]
+        padding = [0] * (3 * MAX_FAILURES - len(numbers))
+        return _REPORT.pack(*self.counts, *self.digests, *self.marks, len(self.failures), *numbers, *padding)
+
+    @classmethod
+    def unpack(cls, step: int, report: bytes) -> Progress:
+        """Raises ValueError when these bytes are no report."""
+        if len(report) != REPORT_BYTES:
+            raise ValueError(f"a report has {REPORT_BYTES} bytes, not {len(report)}")
+        values = _REPORT.unpack(report)
+        if not 0 <= values[9] <= MAX_FAILURES:
+            raise ValueError(f"a report cannot tell {values[9]} failures")
+        failures = tuple(TaskFailure(*values[10 + 3 * i : 13 + 3 * i]) for i in range(values[9]))
+        return cls(step, values[0:3], values[3:6], values[6:9], failures)
+
     def to_words(self) -> Words:
-        """int64 `[Progress.WORDS]`, the same size in every step."""
-        words = np.zeros(Progress.WORDS, np.int64)
-        words[0] = self.step
-        words[1:4], words[4:7], words[7:10] = self.counts, self.digests, self.marks
-        words[10] = len(self.failures)
-        for at, failure in enumerate(self.failures):
-            words[11 + 3 * at : 14 + 3 * at] = failure.mark, failure.number, failure.num_good
-        return words
+        """int64 `[Progress.WORDS]`: the step, then the report."""
+        return np.frombuffer(self.step.to_bytes(8, "little", signed=True) + self.pack(), np.int64).copy()
 
     @classmethod
     def from_words(cls, words: Words) -> Progress:
-        values = [int(word) for word in words]
-        failures = tuple(TaskFailure(*values[11 + 3 * i : 14 + 3 * i]) for i in range(values[10]))
-        return cls(
-            values[0],
-            (values[1], values[2], values[3]),
-            (values[4], values[5], values[6]),
-            (values[7], values[8], values[9]),
-            failures,
-        )
+        return cls.unpack(int(words[0]), words[1:].tobytes())
 
 
 class Divergence(msgspec.Struct, frozen=True, array_like=True):
@@ -120,25 +128,34 @@ def _chain(digest: int, identity: bytes) -> int:
 
 
 class Member:
-    """One rank's part of the protocol. State is O(entries in flight), not O(entries done)."""
+    """One rank's part of the protocol. State is O(entries in flight), not O(entries done).
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        late: whether the decision of a step is applied one step later, see `apply`.
+    """
+
+    def __init__(self, rank: int, *, late: bool = False) -> None:
         self.rank = rank
         self.step = 0
+        self._lag = int(late)
         self._counts = [0, 0, 0]
         self._digests = [0, 0, 0]
         self._done = [0, 0, 0]  # per mark: longest finished prefix here
         self._done_beyond: tuple[set[int], ...] = (set(), set(), set())
         self._unreported: dict[tuple[int, int], int] = {}  # (mark, number) -> good pages
-        self._published = [0, 0, 0]
-        self._agreed = [0, 0, 0]
-        self._labels: list[tuple[Stream, int, str]] = []  # entries since the last decision
+        self._changed = True  # whether the next report may differ from the last
+        self._report = b""
+        # Marks published in the newest step and in the one before, to which a late decision belongs.
+        self._published: list[tuple[int, int, int]] = [(0, 0, 0), (0, 0, 0)]
+        self._agreed = (0, 0, 0)
+        self._labels: list[tuple[int, Stream, int, str]] = []  # (step to publish it, ...) since the last decision
 
     def record(self, stream: Stream, identity: bytes, label: str) -> int:
         """Append an entry to a stream and return its number. `label` names it in errors."""
+        self._changed = True
         self._counts[stream] += 1
         self._digests[stream] = _chain(self._digests[stream], identity)
-        self._labels.append((stream, self._counts[stream], label))
+        self._labels.append((self.step + 1, stream, self._counts[stream], label))
         del self._labels[:-_LABELS_KEPT]
         return self._counts[stream]
 
@@ -152,12 +169,22 @@ class Member:
         beyond = self._done_beyond[mark]
         if number <= self._done[mark] or number in beyond:
             return
+        self._changed = True
         if num_good is not None:
             self._unreported[mark, number] = num_good
         beyond.add(number)
         while self._done[mark] + 1 in beyond:
             self._done[mark] += 1
             beyond.remove(self._done[mark])
+
+    def report(self) -> bytes:
+        """What to send in the next step, packed: `progress().pack()`, and quick when nothing has changed."""
+        if self._changed:
+            self._report = self.progress().pack()
+        else:
+            self.step += 1
+            self._published[0] = self._published[1]
+        return self._report
 
     def progress(self) -> Progress:
         """What to send in the next step."""
@@ -175,17 +202,22 @@ class Member:
         reported = [failure for failure in reported if failure.number <= marks[failure.mark]]
         for failure in reported:
             del self._unreported[failure.mark, failure.number]
-        self._published = marks
+        # A failure is told once, and one that found no room is told next time.
+        self._changed = bool(reported)
+        published = (marks[0], marks[1], marks[2])
+        self._published = [self._published[1], published]
         return Progress(
             self.step,
             (self._counts[0], self._counts[1], self._counts[2]),
             (self._digests[0], self._digests[1], self._digests[2]),
-            (marks[0], marks[1], marks[2]),
+            published,
             tuple(reported),
         )
 
     def apply(self, decision: Decision) -> tuple[range, range, range]:
         """Accept a decision; for each mark the numbers that are to be popped now, in order.
+
+        It must be the decision of the newest step, or of the one before if this member is late.
 
         Raises:
             RanksDiverged, MasterFailed: the decision says so.
@@ -196,35 +228,53 @@ class Member:
             raise RanksDiverged(lost.rank, decision.step, f"{lost.why}; newest here: {self.describe_newest()}")
         if decision.master_error:
             raise MasterFailed(f"the master could not decide step {decision.step}: {decision.master_error}")
-        if decision.step != self.step:
-            raise AgreementError(f"rank {self.rank} is at step {self.step}, the decision is for {decision.step}")
+        if decision.step != self.step - self._lag:
+            expected = f"{self.step - self._lag}" + (", decided one step late" if self._lag else "")
+            raise AgreementError(
+                f"rank {self.rank} expects the decision of step {expected}; this one is for {decision.step}"
+            )
+        published = self._published[1 - self._lag]
         popped = []
         for mark in Mark:
             old, new = self._agreed[mark], decision.marks[mark]
-            if not old <= new <= self._published[mark]:
+            if not old <= new <= published[mark]:
                 raise AgreementError(
-                    f"step {self.step}: the master moved {mark.name.lower()} from {old} to {new}, but rank "
-                    f"{self.rank} has finished {self._published[mark]}"
+                    f"step {decision.step}: the master moved {mark.name.lower()} from {old} to {new}, but rank "
+                    f"{self.rank} has finished {published[mark]}"
                 )
-            self._agreed[mark] = new
             popped.append(range(old + 1, new + 1))
-        self._labels.clear()
+        self._agreed = decision.marks
+        self._forget_labels(decision.step)
         return popped[0], popped[1], popped[2]
+
+    def apply_nothing(self) -> None:
+        """Accept a decision that leaves every mark where it is and tells nothing else."""
+        if self._labels:
+            self._forget_labels(self.step - self._lag)
 
     def describe_newest(self) -> str:
         """The entries since the last decision, for error messages."""
         if not self._labels:
             return "nothing since the last step"
-        return ", ".join(f"{stream.name.lower()}[{number}]={label}" for stream, number, label in self._labels)
+        return ", ".join(f"{stream.name.lower()}[{number}]={label}" for _, stream, number, label in self._labels)
+
+    def _forget_labels(self, decided_step: int) -> None:
+        self._labels = [entry for entry in self._labels if entry[0] > decided_step]
 
 
 class Master:
-    """The deciding half, on group rank 0. Decides only from what all ranks have published."""
+    """The deciding half. Decides only from what all ranks have published and from the facts of group rank 0.
 
-    def __init__(self, size: int, own: Member) -> None:
+    The same progress and facts give the same decision wherever it is computed.
+
+    Args:
+        own: the member of group rank 0, for naming its entries in errors; None where it is not at hand.
+    """
+
+    def __init__(self, size: int, own: Member | None) -> None:
         self._size = size
         self._own = own
-        self._marks = [0, 0, 0]
+        self._marks = (0, 0, 0)
         self._last: list[Progress] = [Progress(0, (0, 0, 0), (0, 0, 0), (0, 0, 0))] * size
         self._failed: dict[tuple[int, int], TaskFailure] = {}  # (mark, number) -> fewest good pages
 
@@ -238,12 +288,11 @@ class Master:
             for failure in report.failures:
                 self._note_failure(rank, failure)
         self._last = list(progress)
-        for mark in Mark:
-            self._marks[mark] = min(report.marks[mark] for report in progress)
+        lowest = [min(values) for values in zip(*(report.marks for report in progress), strict=True)]
+        self._marks = (lowest[0], lowest[1], lowest[2])
         due = [key for key in self._failed if key[1] <= self._marks[key[0]]]
         failures = tuple(self._failed.pop(key) for key in sorted(due))
-        marks = (self._marks[0], self._marks[1], self._marks[2])
-        return Decision(step, marks, failures, tuple(facts))
+        return Decision(step, self._marks, failures, tuple(facts))
 
     def _note_failure(self, rank: int, failure: TaskFailure) -> None:
         # Failed on any rank is failed on all; what remains good is what is good on every rank.
@@ -257,21 +306,10 @@ class Master:
         for rank, report in enumerate(progress):
             if report.step != own.step:
                 return Divergence(rank, f"it is at step {report.step}, the master at {own.step}")
-            for stream in Stream:
-                name = stream.name.lower()
-                if report.counts[stream] != own.counts[stream]:
-                    return Divergence(
-                        rank,
-                        f"it has made {report.counts[stream]} {name}, the master {own.counts[stream]}; newest on "
-                        f"the master: {self._own.describe_newest()}",
-                    )
-                if report.digests[stream] != own.digests[stream]:
-                    first = self._last[rank].counts[stream] + 1
-                    return Divergence(
-                        rank,
-                        f"its {name} {first}..{own.counts[stream]} are not the master's; newest on the master: "
-                        f"{self._own.describe_newest()}",
-                    )
+            if report.counts != own.counts or report.digests != own.digests:
+                return Divergence(rank, self._describe_difference(rank, report, own))
+            if report.marks == self._last[rank].marks:
+                continue
             for mark in Mark:
                 if not self._last[rank].marks[mark] <= report.marks[mark] <= report.counts[mark.stream]:
                     return Divergence(
@@ -280,3 +318,14 @@ class Master:
                         f"{report.marks[mark]} with {report.counts[mark.stream]} submitted",
                     )
         return None
+
+    def _describe_difference(self, rank: int, report: Progress, own: Progress) -> str:
+        newest = "" if self._own is None else f"; newest on the master: {self._own.describe_newest()}"
+        for stream in Stream:
+            name = stream.name.lower()
+            if report.counts[stream] != own.counts[stream]:
+                return f"it has made {report.counts[stream]} {name}, the master {own.counts[stream]}{newest}"
+            if report.digests[stream] != own.digests[stream]:
+                first = self._last[rank].counts[stream] + 1
+                return f"its {name} {first}..{own.counts[stream]} are not the master's{newest}"
+        raise AssertionError("the reports do not differ")

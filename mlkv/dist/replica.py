@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -43,7 +44,10 @@ class Replica:
         global_ranks: the members' ranks in the default process group, in group order.
         index: which replica of the world this is, where that is known (`from_world`), else 0.
         places: where each member runs, in group order.
+        session: random, equal on these ranks and in no other replica, nor in one of an earlier start of the job.
         deadline_s: the longest any collective of this group waits.
+
+    The constructors take `place`, where this rank runs, for trying several hosts on one; default: `Place.here()`.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Replica:
         rank: int,
         deadline_s: float = DEFAULT_DEADLINE_S,
         index: int = 0,
+        place: Place | None = None,
     ) -> None:
         self.group = group
         self.global_ranks = tuple(global_ranks)
@@ -61,7 +66,10 @@ class Replica:
         self.size = len(self.global_ranks)
         self.deadline_s = deadline_s
         self.index = index
-        self.places = self._exchange_places()
+        here = place or Place.here()
+        rows = self._all_rows([here.host, here.pid, secrets.randbits(63)])
+        self.places = tuple(Place(host, pid) for host, pid, _ in rows)
+        self.session = rows[0][2]
 
     @classmethod
     def single(cls) -> Replica:
@@ -69,7 +77,9 @@ class Replica:
         return cls(None, global_ranks=(0,), rank=0)
 
     @classmethod
-    def from_world(cls, *, tp: int, dp: int = 1, deadline_s: float = DEFAULT_DEADLINE_S) -> Replica:
+    def from_world(
+        cls, *, tp: int, dp: int = 1, deadline_s: float = DEFAULT_DEADLINE_S, place: Place | None = None
+    ) -> Replica:
         """Split the default process group into `dp` replicas of `tp` neighbouring ranks.
 
         Collective over the default group. Raises ConfigError when `tp * dp` is not the world size.
@@ -88,17 +98,21 @@ class Replica:
             )
             group = made if index == own else group
         ranks = range(own * tp, own * tp + tp)
-        return cls(group, global_ranks=ranks, rank=dist.get_rank() % tp, deadline_s=deadline_s, index=own)
+        rank = dist.get_rank() % tp
+        return cls(group, global_ranks=ranks, rank=rank, deadline_s=deadline_s, index=own, place=place)
 
     @classmethod
-    def from_group(cls, group: dist.ProcessGroup, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Replica:
+    def from_group(
+        cls, group: dist.ProcessGroup, *, deadline_s: float = DEFAULT_DEADLINE_S, place: Place | None = None
+    ) -> Replica:
         """The ranks of an existing process group (any backend). Collective over that group only.
 
         A Gloo group of its own is made for them, so that mlkv's messages never meet the engine's.
         """
         ranks = dist.get_process_group_ranks(group)
         own = dist.new_group(ranks, backend="gloo", timeout=_timeout(deadline_s), use_local_synchronization=True)
-        return cls(own, global_ranks=ranks, rank=ranks.index(dist.get_rank()), deadline_s=deadline_s)
+        rank = ranks.index(dist.get_rank())
+        return cls(own, global_ranks=ranks, rank=rank, deadline_s=deadline_s, place=place)
 
     @classmethod
     def from_device_mesh(
@@ -119,6 +133,19 @@ class Replica:
         """Whether all ranks of the replica run on one host."""
         return len({place.host for place in self.places}) == 1
 
+    @property
+    def host_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The group ranks of each host, hosts in the order of their lowest rank, ranks ascending."""
+        ranks_of: dict[int, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            ranks_of.setdefault(place.host, []).append(rank)
+        return tuple(tuple(ranks) for ranks in ranks_of.values())
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The group ranks of this rank's host, itself included, ascending."""
+        return next(ranks for ranks in self.host_ranks if self.rank in ranks)
+
     def min_int(self, value: int) -> int:
         """The smallest `value` (a signed 64-bit integer) over the ranks. Collective over the replica."""
         return min(self.all_ints(value))
@@ -134,10 +161,6 @@ class Replica:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self.group)
         return [[int(value) for value in found] for found in rows]
-
-    def _exchange_places(self) -> tuple[Place, ...]:
-        here = Place.here()
-        return tuple(Place(host, pid) for host, pid in self._all_rows([here.host, here.pid]))
 
 
 def _timeout(deadline_s: float) -> datetime.timedelta:

@@ -1,92 +1,127 @@
-"""Who was lost: one rank's finding, written where the others look before they blame the wrong one."""
+"""Who was lost, so that ranks of several hosts find the same: a roll call in the job's rendezvous store."""
 
 from __future__ import annotations
 
 import json
-import os
-import select
 import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from mlkv.dist.replica import Place, Replica
+from mlkv.dist.liveness import Processes
+from mlkv.dist.replica import Replica
 from mlkv.errors import RankLost
 
-_LOOK_S = 2.0  # how long to look for a better explanation before blaming the rank that was waited for
+_ROLL_CALL_S = 2.0  # how long to look for a better explanation before blaming the one rank that did not answer
+_ROLL_CALL_POLL_S = 0.02
+_LOOK_S = 0.05  # between two looks, by a rank that waits, whether somebody has opened a roll call
 
 
 class Verdicts:
-    """Posts and finds verdicts about lost ranks of one replica in the job's rendezvous store.
+    """Finds out together with the other ranks who was lost, and remembers the first answer for all.
 
-    The store lives outside the ranks (torchrun's agent) or in one of them; where it cannot be reached, the
-    processes of this host are still looked at.
+    The store lives outside the ranks (torchrun's agent) or in one of them; where it cannot be reached, each rank
+    concludes for itself from what it waited for and from the processes of its host. All keys carry the session
+    of the replica, so that nothing of an earlier start of the job is taken for news.
+
+    Args:
+        participants: the group ranks that exchange with each other and so would answer.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, participants: Sequence[int]) -> None:
         self._replica = replica
-        members = "-".join(str(rank) for rank in replica.global_ranks)
-        self._key = f"mlkv/lost/{members}"
+        self._participants = tuple(participants)
+        self._prefix = f"mlkv/{replica.session:x}/{replica.global_ranks[0]}"
         self._store = _get_default_store() if dist.is_initialized() else None
+        self._processes = Processes(replica)
+        self._look_at = 0.0
+
+    def look(self, step: int, suspect: int) -> RankLost | None:
+        """For a rank that waits: the error to raise if somebody knows or suspects that a rank was lost."""
+        gone = self._find_gone()
+        if gone is not None:
+            return self.conclude(step, suspect, "")
+        now = time.monotonic()
+        if now < self._look_at:
+            return None
+        self._look_at = now + _LOOK_S
+        if self._has("roll call"):
+            return self.conclude(step, suspect, "it did not answer when another rank asked who is there")
+        return None
 
     def conclude(self, step: int, suspect: int, why: str) -> RankLost:
         """The error to raise when something failed while waiting for group rank `suspect`.
 
-        Prefers what another rank has posted, then a process of this host that is gone, then the suspect.
-        Posts the conclusion for the other ranks.
+        Prefers what another rank has found, then a process of this host that is gone, then a rank that does not
+        answer, then the suspect.
         """
-        deadline = time.monotonic() + _LOOK_S
+        self._set("roll call", "open")
+        self._set(f"here/{self._replica.rank}", str(step))
+        start = time.monotonic()
         while True:
-            posted = self._read()
-            if posted is not None:
-                return RankLost(posted[0], posted[1], posted[2])
+            found = self._found()
+            if found is not None:
+                return found
             gone = self._find_gone()
             if gone is not None:
-                lost = RankLost(gone, step, f"its process (pid {self._replica.places[gone].pid}) is gone")
-                break
-            if time.monotonic() > deadline:
-                lost = RankLost(suspect, step, why)
-                break
-            time.sleep(0.02)
-        self._post(lost)
-        return lost
+                return self.post(RankLost(gone, step, self._processes.describe(gone)))
+            silent = self._silent()
+            waited_s = time.monotonic() - start
+            # With several silent, those that only compute for long come within the deadline.
+            enough_s = _ROLL_CALL_S if len(silent) == 1 else self._replica.deadline_s
+            if waited_s > enough_s or not silent or self._store is None:
+                if silent and suspect not in silent:
+                    suspect, why = silent[0], f"it did not answer within {waited_s:.1f} s: {why}"
+                return self.post(RankLost(suspect, step, why))
+            time.sleep(_ROLL_CALL_POLL_S)
+
+    def post(self, lost: RankLost) -> RankLost:
+        """Tell the others. Returns what holds for all: this, or what another rank posted before."""
+        mine = json.dumps([lost.rank, lost.step, lost.why, self._replica.rank])
+        self._set("roll call", "open")
+        if self._store is not None:
+            try:
+                self._store.compare_set(f"{self._prefix}/lost", "", mine)
+            except RuntimeError:
+                self._store = None
+        return self._found() or lost
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def _silent(self) -> list[int]:
+        others = [rank for rank in self._participants if rank != self._replica.rank]
+        return [rank for rank in others if not self._has(f"here/{rank}")]
 
     def _find_gone(self) -> int | None:
-        here = Place.here().host
-        for rank, place in enumerate(self._replica.places):
-            if place.host == here and rank != self._replica.rank and not _is_alive(place.pid):
-                return rank
-        return None
+        return min(self._processes.find_gone(), default=None)
 
-    def _read(self) -> tuple[int, int, str] | None:
-        if self._store is None:
+    def _found(self) -> RankLost | None:
+        if self._store is None or not self._has("lost"):
             return None
         try:
-            if not self._store.check([self._key]):
-                return None
-            rank, step, why = json.loads(self._store.get(self._key))
-        except (RuntimeError, ValueError):  # the store's host is gone as well
+            rank, step, why, author = json.loads(self._store.get(f"{self._prefix}/lost"))
+        except (RuntimeError, ValueError):
+            self._store = None
             return None
-        return int(rank), int(step), str(why)
+        if rank == self._replica.rank:
+            return RankLost(author, step, f"it gave up waiting for this rank: {why}")
+        return RankLost(rank, step, why)
 
-    def _post(self, lost: RankLost) -> None:
+    def _has(self, key: str) -> bool:
+        if self._store is None:
+            return False
+        try:
+            return bool(self._store.check([f"{self._prefix}/{key}"]))
+        except RuntimeError:  # the store's host is gone; from now on each rank concludes for itself
+            self._store = None
+            return False
+
+    def _set(self, key: str, value: str) -> None:
         if self._store is None:
             return
         try:
-            self._store.set(self._key, json.dumps([lost.rank, lost.step, lost.why]))
-        except RuntimeError:  # the store's host is gone as well; each rank concludes for itself
+            self._store.set(f"{self._prefix}/{key}", value)
+        except RuntimeError:  # as above
             self._store = None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    except OSError:  # no pidfd here (old kernel, seccomp): not known to be gone
-        return True
-    try:
-        # Readable from the moment the process has exited, also while it is a zombie.
-        return not select.select([handle], [], [], 0)[0]
-    finally:
-        os.close(handle)

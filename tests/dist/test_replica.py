@@ -180,7 +180,7 @@ def stop_stepping(rank: int, deadline_s: float) -> tuple[str, int] | None:
         # Alive, but its engine never comes back; it waits for what it is told at the end of the test.
         threading.Event().wait(deadline_s + 4)
         return None
-    with pytest.raises(RankLost, match="no report within 2 s") as caught:
+    with pytest.raises(RankLost, match="did not come to step 2 within 2 s") as caught:
         agreement.step(list)
     return str(caught.value), caught.value.rank
 

@@ -1,0 +1,54 @@
+"""The command `mlkv`, also as `python -m mlkv`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlkv.errors import MLKVError
+from mlkv.version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="mlkv", description="A multi-level KV cache for LLM inference.")
+    parser.add_argument("--version", action="version", version=f"mlkv {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench = commands.add_parser("bench", help="measure on this machine")
+    _add_benchmarks(bench.add_subparsers(dest="benchmark", required=True))
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except MLKVError as error:
+        print(f"mlkv: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _add_benchmarks(benchmarks: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    agree = benchmarks.add_parser("agree", help="cost per step of agreeing, for each channel")
+    agree.add_argument("--ranks", type=_ranks, default=4, metavar="N", help="ranks to start on this host (4)")
+    agree.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
+    agree.set_defaults(run=_bench_agree)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdigit() or not 2 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks from 2 to 256")
+    return int(text)
+
+
+def _bench_agree(options: argparse.Namespace) -> int:
+    from mlkv.bench import agree  # loads torch, which the other commands need not wait for
+
+    result = agree.run(options.ranks)
+    print(agree.report(result))
+    if options.json is not None:
+        agree.write(result, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The channel for several hosts of several ranks: `ledger` inside each host, their leaders over `tensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlkv.dist.channel import Channel, Decider
+from mlkv.dist.ledger_channel import HostLedger
+from mlkv.dist.replica import Replica
+from mlkv.dist.tensor_channel import TensorExchange
+from mlkv.errors import RankLost
+
+
+class HierarchicalChannel(Channel):
+    """The lowest rank of each host leads it. Collective over the replica.
+
+    A leader collects its host's reports, exchanges them with the other leaders, decides like each of them, and
+    gives the message to its host. When one host loses a rank, its leader posts that for the others.
+    """
+
+    name = "hierarchical"
+
+    def __init__(self, replica: Replica, *, late: bool) -> None:
+        self.late = late
+        self._host = HostLedger(replica)
+        self._between: TensorExchange | None = None
+        if self._host.leads:
+            self._between = TensorExchange(replica, replica.host_ranks, late=late)
+
+    def exchange(self, step: int, report: bytes, decider: Decider) -> bytes:
+        between = self._between
+        if between is None:
+            return self._host.follow(step, report)
+
+        def combine(step: int, reports: Sequence[bytes]) -> bytes:
+            return between.exchange(step, reports, decider)
+
+        return self._host.lead(step, report, combine)
+
+    def leave(self, why: str, lost: RankLost | None) -> None:
+        if lost is not None and self._between is not None:
+            self._between.post(lost)
+        self._host.leave(why, lost)
+
+    def close(self) -> None:
+        self._host.close()
+        if self._between is not None:
+            self._between.close()
