@@ -1,0 +1,13 @@
+"""mlkv in vLLM, turned on by one argument::
+
+    --kv-transfer-config '{"kv_connector": "MLKVConnector", "kv_connector_module_path": "mlkv.integrations.vllm",
+                           "kv_role": "kv_both", "kv_connector_extra_config": {"store": {"host_bytes": "8GiB"}}}'
+
+`kv_connector_extra_config` takes the settings of `mlkv.MLKVConfig`, and `on_load_failure`; see docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+from mlkv.integrations.vllm.connector import MLKVConnector
+
+__all__ = ["MLKVConnector"]

@@ -1,0 +1,199 @@
+"""vLLM's interface on one side, the scheduler's and the worker's halves on the other. No decisions here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import vllm.envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from mlkv import ConfigError
+from mlkv.integrations.vllm.metrics import MLKVPromMetrics, MLKVStats, StatsSource
+from mlkv.integrations.vllm.ranks import CentralScheduler, LocalRank, RemoteRank, StepOrders, make_worker_half
+from mlkv.integrations.vllm.scheduler import SchedulerSide
+from mlkv.integrations.vllm.settings import Settings, read_settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One of these in vLLM's scheduler, one in each worker.
+
+    Raises:
+        ConfigError: for settings that are wrong, or a deployment that mlkv does not serve.
+    """
+
+    _local: ClassVar[dict[str, LocalRank]] = {}
+    """Engines of this process whose worker is here: the scheduler's half finds it by the engine's name."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = read_settings(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._central: CentralScheduler | None = None
+        self._worker: LocalRank | RemoteRank | None = None
+        self._bad_blocks: set[int] = set()
+        self._stats = StatsSource()
+        # Where the caller of the engine drives its steps, none comes after the last request has ended.
+        self._drains = self._settings.one_process and not vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(self._settings)
+            if self._settings.one_process:
+                self._worker = self._find_worker()
+                self._worker.scheduler = self._scheduler
+                self._scheduler.cache = self._worker.cache
+            else:
+                self._central = CentralScheduler(self._settings, self._scheduler)
+
+    def _find_worker(self) -> LocalRank:
+        worker = self._local.get(self._settings.engine)
+        if worker is None:
+            raise ConfigError("the worker of this engine is not in the process of its scheduler")
+        return worker
+
+    @staticmethod
+    def make_worker_half(settings: Settings, kv_caches: dict[str, torch.Tensor]) -> LocalRank | RemoteRank:
+        return make_worker_half(settings, kv_caches)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: what is not stored is computed again
+
+    def shutdown(self) -> None:
+        if self._central is not None:
+            self._central.close()
+            self._central = None
+        if self.role is KVConnectorRole.WORKER and self._worker is not None:
+            self._local.pop(self._settings.engine, None)
+            self._worker.close()
+            self._worker = None
+
+    # -- worker --------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker = self.make_worker_half(self._settings, kv_caches)
+        if isinstance(self._worker, LocalRank):
+            self._local[self._settings.engine] = self._worker
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if isinstance(self._worker, LocalRank):
+            self._worker.before_model()
+        elif self._worker is not None:
+            self._worker.before_model(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete before their request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Whole pages are stored after the model, not layers during it."""
+
+    def wait_for_save(self) -> None:
+        if isinstance(self._worker, LocalRank):
+            self._worker.after_model()
+        elif self._worker is not None:
+            self._worker.after_model(self._orders())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Called once in every step of the engine, on every rank."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        outcome = self._worker.step()
+        self._bad_blocks = outcome.bad_blocks
+        return KVConnectorTransferResults(finished_recving=outcome.received)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Of the loads that the last `get_transfer_results` has reported as over."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def build_connector_worker_meta(self) -> Any:
+        return self._worker.take_report() if isinstance(self._worker, RemoteRank) else None
+
+    def get_kv_connector_stats(self) -> MLKVStats | None:
+        if self._central is not None:
+            return self._stats.take(self._central.cache.stats)
+        if self.role is KVConnectorRole.WORKER and isinstance(self._worker, LocalRank):
+            return self._stats.take(self._worker.cache.stats)
+        return None
+
+    def _orders(self) -> StepOrders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepOrders)
+        return metadata
+
+    # -- scheduler -----------------------------------------------------------------------------------------
+
+    @property
+    def _side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "called on a worker's connector"
+        return self._scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._side.bind(kv_cache_manager)
+
+    def on_new_request(self, request: Request) -> None:
+        self._side.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        matched = self._side.matched_tokens(request, num_computed_tokens)
+        return matched, bool(matched)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._side.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._side.scheduled(scheduler_output)
+        return StepOrders() if self._central is None else self._central.plan()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._central is not None:
+            self._central.hear(connector_output.kv_connector_worker_meta)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._side.finished(request, block_ids[0])
+        if self._drains and not self._side.num_live and isinstance(self._worker, LocalRank):
+            self._worker.drain()
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        return self._side.holds_blocks
+
+    def has_pending_push_work(self) -> bool:
+        return self._side.busy
+
+    def reset_cache(self) -> bool:
+        self._side.clear()
+        return True
+
+    # -- metrics -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MLKVStats:
+        return MLKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MLKVPromMetrics:
+        return MLKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,84 @@
+"""Counters of the cache in vLLM's own metrics: its log line and its Prometheus endpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from mlkv import CacheStats
+
+_INTERVAL_S = 1.0
+_COUNTERS = {
+    "lookups": "Prefix lookups asked.",
+    "hits": "Lookups that found something worth loading.",
+    "hit_tokens": "Tokens that hits offered beyond those on the device.",
+    "loaded_pages": "Pages loaded into the device's KV cache.",
+    "loaded_bytes": "Bytes loaded into the device's KV cache.",
+    "offloaded_pages": "Pages stored.",
+    "offloaded_bytes": "Bytes stored.",
+    "failed_loads": "Loads that failed on some rank; their requests were recomputed.",
+    "failed_offloads": "Stores that failed on some rank.",
+}
+
+
+class MLKVStats(KVConnectorStats):  # type: ignore[misc]
+    """What was counted in an interval; `data` maps the name of a counter to its increase."""
+
+    data: dict[str, int]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {f"mlkv {name}": value for name, value in self.data.items() if value}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class StatsSource:
+    """Turns the cache's growing counters into increases, at most one report a second."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self._next_at = 0.0
+
+    def take(self, stats: Any) -> MLKVStats | None:
+        """`stats`: called only when a report is due; returns CacheStats."""
+        now = time.monotonic()
+        if now < self._next_at:
+            return None
+        self._next_at = now + _INTERVAL_S
+        current: CacheStats = stats()
+        increases = {}
+        for name, last in self._last.items():
+            value = getattr(current, name)
+            increases[name] = value - last
+            self._last[name] = value
+        report = MLKVStats(data=increases)
+        return None if report.is_empty() else report
+
+
+class MLKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`vllm:mlkv_<counter>` for each counter and engine."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._counters = {}
+        for name, text in _COUNTERS.items():
+            counter = self._counter_cls(name=f"vllm:mlkv_{name}", documentation=text, labelnames=self._labelnames)
+            self._counters[name] = {
+                engine: counter.labels(*labels) for engine, labels in self.per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, increase in transfer_stats_data.items():
+            if increase and name in self._counters:
+                self._counters[name][engine_idx].inc(increase)

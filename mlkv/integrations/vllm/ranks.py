@@ -1,0 +1,209 @@
+"""Where the facade lives, and who talks to whom, in each of vLLM's ways of running workers.
+
+One process (tensor parallel size 1, and every rank under torchrun): scheduler and worker share a `LocalRank`. Its
+`MultiLevelCache` agrees with the other ranks of the replica; nobody else would. One scheduler and worker
+processes: the scheduler has a central cache (`CentralScheduler`), its orders travel in vLLM's connector metadata,
+workers (`RemoteRank`) answer in its worker metadata, and its aggregator waits for the slowest of them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from mlkv import (
+    DeadlineExceeded,
+    MultiLevelCache,
+    RankSlice,
+    RemoteMover,
+    Replica,
+    TransferOrder,
+    TransferReport,
+    TransferWorker,
+)
+from mlkv.integrations.vllm.scheduler import Outcome, SchedulerSide
+from mlkv.integrations.vllm.settings import Settings
+
+_DRAIN_DEADLINE_S = 60.0
+_DRAIN_POLL_S = 0.0002
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to every worker. Empty where both share a process.
+
+    `loads`: number of a load -> vLLM's request id and the blocks that the load fills.
+    """
+
+    orders: list[TransferOrder] = field(default_factory=list)
+    loads: dict[int, tuple[str, list[int]]] = field(default_factory=dict)
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers to the scheduler."""
+
+    report: TransferReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        assert isinstance(other, StepReport)
+        return StepReport(self.report.merge(other.report))
+
+
+class LocalRank:
+    """Worker and scheduler of one rank in one process.
+
+    Attributes:
+        scheduler: set when vLLM has made its scheduler, which is after the worker.
+    """
+
+    def __init__(self, settings: Settings, kv_caches: dict[str, torch.Tensor]) -> None:
+        pool = settings.pool(kv_caches)
+        replica, rank_slice = self._place(settings)
+        self.cache = MultiLevelCache(settings.config, settings.layout, pool, replica, rank_slice=rank_slice)
+        self.scheduler: SchedulerSide | None = None
+        self._early = Outcome()
+
+    def _place(self, settings: Settings) -> tuple[Replica, RankSlice | None]:
+        """The ranks to agree with, and the heads of this one if not the usual."""
+        if settings.tp == 1:
+            return Replica.single(), None
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return Replica.from_group(get_tp_group().cpu_group, deadline_s=settings.config.agree.deadline_s), None
+
+    def before_model(self) -> None:
+        assert self.scheduler is not None
+        self.scheduler.start_loads()
+
+    def after_model(self) -> None:
+        assert self.scheduler is not None
+        self.scheduler.start_stores()
+
+    def step(self) -> Outcome:
+        """The one step of the cache in a step of the engine."""
+        assert self.scheduler is not None
+        outcome = self.scheduler.on_step(self.cache.step())
+        if self._early.received or self._early.bad_blocks:
+            early, self._early = self._early, Outcome()
+            outcome.received |= early.received
+            outcome.bad_blocks |= early.bad_blocks
+        return outcome
+
+    def drain(self) -> None:
+        """Step until nothing is in flight. For when the last request has ended: nobody would step any more.
+
+        All ranks end their last request in the same step, so all of them come here, and leave together.
+        """
+        assert self.scheduler is not None
+        self.scheduler.start_stores()
+        give_up_at = time.monotonic() + _DRAIN_DEADLINE_S
+        while self.cache.pending:
+            if time.monotonic() > give_up_at:
+                raise DeadlineExceeded(f"{self.cache.pending} copies did not end within {_DRAIN_DEADLINE_S:g} s")
+            outcome = self.scheduler.on_step(self.cache.step())
+            self._early.received |= outcome.received
+            self._early.bad_blocks |= outcome.bad_blocks
+            time.sleep(_DRAIN_POLL_S)
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+class RemoteRank:
+    """A worker in a process of its own: executes orders, tells vLLM which loads are over here."""
+
+    def __init__(self, settings: Settings, kv_caches: dict[str, torch.Tensor], rank: int) -> None:
+        self._page_blocks = settings.layout.page_tokens // settings.block_tokens
+        self._half = TransferWorker(
+            settings.config,
+            settings.layout,
+            settings.pool(kv_caches),
+            engine=settings.engine,
+            rank=rank,
+            size=settings.tp,
+        )
+        self._loads: dict[int, tuple[str, list[int], int]] = {}
+        self._report = TransferReport()
+
+    def before_model(self, orders: StepOrders) -> None:
+        self._execute(orders, "load")
+
+    def after_model(self, orders: StepOrders) -> None:
+        self._execute(orders, "offload")
+
+    def _execute(self, orders: StepOrders, kind: str) -> None:
+        for order in orders.orders:
+            if order.kind == kind:
+                if kind == "load":
+                    request_id, blocks = orders.loads[order.number]
+                    self._loads[order.number] = (request_id, blocks, len(order.pages))
+                self._half.execute(order)
+
+    def step(self) -> Outcome:
+        outcome = Outcome()
+        completions = self._half.poll()
+        self._report = TransferReport.of(completions)
+        for done in completions:
+            if done.kind != "loaded":
+                continue
+            request_id, blocks, num_pages = self._loads.pop(done.number)
+            outcome.received.add(request_id)
+            if done.num_good is not None:
+                # The load may begin within a page, at blocks that the device had; count from the end.
+                num_bad = (num_pages - done.num_good) * self._page_blocks
+                outcome.bad_blocks.update(blocks[max(0, len(blocks) - num_bad) :])
+        return outcome
+
+    def take_report(self) -> StepReport | None:
+        report, self._report = self._report, TransferReport()
+        return StepReport(report) if report.workers else None
+
+    def close(self) -> None:
+        self._half.close()
+
+
+class CentralScheduler:
+    """The scheduler's process where workers have processes of their own."""
+
+    def __init__(self, settings: Settings, scheduler: SchedulerSide) -> None:
+        self._mover = RemoteMover(settings.tp)
+        self._scheduler = scheduler
+        num_slots = settings.num_blocks * settings.block_tokens
+        self.cache = MultiLevelCache.central(
+            settings.config, settings.layout, self._mover, engine=settings.engine, num_slots=num_slots
+        )
+        scheduler.cache = self.cache
+
+    def plan(self) -> StepOrders:
+        """The orders of this step of the engine."""
+        self._scheduler.start_loads()
+        self._scheduler.start_stores()
+        self._step()
+        return StepOrders(self._mover.take_orders(), self._scheduler.take_load_ids())
+
+    def hear(self, report: Any) -> None:
+        """The aggregated report of a step's workers, if they had anything to tell."""
+        if isinstance(report, StepReport):
+            self._mover.hear(report.report)
+        self._step()
+
+    def _step(self) -> None:
+        # Workers tell vLLM themselves which loads are over; here only leases and blocks are given back.
+        self._scheduler.on_step(self.cache.step())
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+def make_worker_half(settings: Settings, kv_caches: dict[str, torch.Tensor]) -> LocalRank | RemoteRank:
+    """For the process that has the KV tensors."""
+    if settings.one_process:
+        return LocalRank(settings, kv_caches)
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return RemoteRank(settings, kv_caches, get_tp_group().rank_in_group)
