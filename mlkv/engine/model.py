@@ -130,6 +130,24 @@ class LoadedModel:
         return logits.float()
 
 
+def check_model(config: PretrainedConfig, tp: int) -> Geometry:
+    """Raise the ConfigError that `load_model` would for this model on `tp` ranks, without ranks or weights."""
+    geometry = Geometry.of(config)
+    _check_heads(geometry, tp)
+    first = TensorParallel(0, tp)
+    heads = HeadSplit.of_rank(geometry.num_q_heads, geometry.num_kv_heads, first)
+    shard(_build(config, torch.device("cpu")), heads, geometry.head_dim, first)
+    return geometry
+
+
+def _check_heads(geometry: Geometry, tp: int) -> None:
+    if tp > geometry.num_q_heads:
+        raise ConfigError(
+            f"tp: {tp} ranks are more than the {geometry.num_q_heads} query heads of the model; tp values "
+            f"that work: 1 to {geometry.num_q_heads}"
+        )
+
+
 def load_model(
     prepared: PreparedModel,
     *,
@@ -153,11 +171,7 @@ def load_model(
         tp = TensorParallel(mesh.get_local_rank(), mesh.size(), mesh.get_group())
     config = prepared.config()
     geometry = Geometry.of(config)
-    if tp.size > geometry.num_q_heads:
-        raise ConfigError(
-            f"tp: {tp.size} ranks are more than the {geometry.num_q_heads} query heads of the model; tp values "
-            f"that work: 1 to {geometry.num_q_heads}"
-        )
+    _check_heads(geometry, tp.size)
     resolved = _dtype(config, dtype)
     module = _build(config, device)
     heads = HeadSplit.of_rank(geometry.num_q_heads, geometry.num_kv_heads, tp)

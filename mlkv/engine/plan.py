@@ -17,9 +17,6 @@ from mlkv.engine.source import PreparedModel
 from mlkv.engine.workload import Ask
 from mlkv.errors import DeadlineExceeded, MLKVError
 
-PLAN_VARIABLE = "MLKV_ENGINE_PLAN"
-"""Environment variable with the path of the plan; taken out of the environment by the rank that reads it."""
-
 _POLL_S = 0.02
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
+from mlkv import page_keys
 from mlkv.engine.tokenizer import Tokenizer
 from mlkv.errors import ConfigError
 
 DOCUMENTS_PER_REPLICA = 3
-"""At least: between two questions about a document come all other documents, which together do not fit beside it."""
+"""At least: between two rounds of questions about a document come all others, which do not fit beside it."""
 
 MIN_DOCUMENTS = 6
 
-DOCUMENT_TOKENS = {"cpu": 640, "cuda": 6144}
+DOCUMENT_TOKENS = {"cpu": 512, "cuda": 6144}
 """Length of a document. On a CPU for a run of a minute or two, on a GPU for prompts that take it some time."""
 
 _ANSWER_SLACK_TOKENS = 16
 """An answer that returns in the next turn's prompt may be cut into other tokens, and has a template around it."""
+
+_KEY_BYTES = 16
+"""Of `page_keys`."""
 
 FIRST = "Summarise this text in one sentence."
 FOLLOW_UP = "Now name one thing in the text that this summary leaves out."
@@ -90,7 +95,8 @@ def _documents(tokenizer: Tokenizer, count: int, num_tokens: int) -> dict[str, s
 
 def _cut(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
     """Whole lines from the front, at least one, of about that many tokens."""
-    lines, left = [], num_tokens
+    lines: list[str] = []
+    left = num_tokens
     # A token is rarely longer than 16 characters; what lies beyond need not be looked at.
     for line in text[: num_tokens * 16].splitlines():
         left -= len(tokenizer.encode(line + "\n"))
@@ -142,29 +148,44 @@ class Feed:
         return self._answers[request_id]
 
 
-def prompt_bounds(asks: Sequence[Ask], tokenizer: Tokenizer, max_new_tokens: int) -> dict[str, int]:
-    """For each request the most tokens its prompt can have, when the answers in it are not known yet."""
-    conversations: dict[str, list[Message]] = {}
-    turns: dict[str, int] = {}
-    bounds = {}
-    for ask in asks:
-        before: list[Message] = []
-        turns[ask.request_id] = 0
-        if ask.after is not None:
-            before = [*conversations[ask.after], {"role": "assistant", "content": ""}]
-            turns[ask.request_id] = turns[ask.after] + 1
-        conversations[ask.request_id] = [*before, *ask.messages]
-        answers = turns[ask.request_id] * (max_new_tokens + _ANSWER_SLACK_TOKENS)
-        bounds[ask.request_id] = len(tokenizer.encode_chat(conversations[ask.request_id])) + answers
-    return bounds
+@dataclass(frozen=True)
+class Demand:
+    """What the requests of one replica need of its device pool.
 
-
-def pool_tokens(bounds: Mapping[str, int], max_new_tokens: int, asks: Sequence[Ask], concurrency: int) -> int:
-    """Room for the running requests, and for about a third of all that a replica is asked.
-
-    Turns of one conversation are counted once: they hold the same tokens.
+    Attributes:
+        longest_tokens: for each request the most tokens that its prompt can have: the answers of earlier turns
+            in it are not known yet.
+        num_pages: different whole pages of all prompts together.
     """
-    longest = max(bounds.values()) + max_new_tokens
-    continued = {ask.after for ask in asks}
-    whole = sum(bounds[ask.request_id] + max_new_tokens for ask in asks if ask.request_id not in continued)
-    return max(min(concurrency, len(asks)) * longest, whole // 3)
+
+    longest_tokens: dict[str, int]
+    num_pages: int
+
+    @classmethod
+    def of(cls, asks: Sequence[Ask], tokenizer: Tokenizer, max_new_tokens: int, page_tokens: int) -> Demand:
+        conversations: dict[str, list[Message]] = {}
+        turns: dict[str, int] = {}
+        longest = {}
+        pages: set[bytes] = set()
+        for ask in asks:
+            before: list[Message] = []
+            turns[ask.request_id] = 0
+            if ask.after is not None:
+                before = [*conversations[ask.after], {"role": "assistant", "content": ""}]
+                turns[ask.request_id] = turns[ask.after] + 1
+            conversations[ask.request_id] = [*before, *ask.messages]
+            tokens = tokenizer.encode_chat(conversations[ask.request_id])
+            answers = turns[ask.request_id] * (max_new_tokens + _ANSWER_SLACK_TOKENS)
+            longest[ask.request_id] = len(tokens) + answers
+            keys = page_keys(tokens, page_tokens, bytes(_KEY_BYTES))
+            pages.update(keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES))
+        return cls(longest, len(pages))
+
+    def pool_pages(self, max_new_tokens: int, page_tokens: int, concurrency: int, context_tokens: int) -> int:
+        """Pages of a pool that serves the requests and holds about a third of their KV.
+
+        It has room for `concurrency` of the longest requests, so that those need not wait for each other.
+        """
+        tokens = min(max(self.longest_tokens.values()) + max_new_tokens, context_tokens)
+        running = min(concurrency, len(self.longest_tokens))
+        return max(running * -(-tokens // page_tokens), self.num_pages // 3)

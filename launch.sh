@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The main job of mlkv: a real model under torchrun, with and without the cache. ./launch.sh --help explains.
+set -euo pipefail
+
+root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)"
+source "$root/scripts/env.sh"
+
+extras=(engine gguf)
+for argument in "$@"; do
+    # Models that do not come as GGUF need no reader of it.
+    [[ "$argument" == *random:* ]] && extras=(engine)
+done
+
+mlkv_environment "${extras[@]}"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m mlkv.engine.launch "$@"

@@ -1,0 +1,302 @@
+"""The main job as a person starts it: check everything, start the ranks, watch them, report.
+
+python -m mlkv.engine.launch --help
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mlkv.engine import options as command_line
+from mlkv.engine.options import PROGRAM, Options
+from mlkv.engine.processes import (
+    Interrupted,
+    Job,
+    check_port,
+    interruptible,
+    killed_rank,
+    rank_environment,
+    torchrun_command,
+)
+from mlkv.errors import AgreementError, ConfigError, MLKVError
+
+if TYPE_CHECKING:
+    from mlkv.engine.model import Geometry
+    from mlkv.engine.plan import JobPlan, RankError
+    from mlkv.engine.tokenizer import Tokenizer
+    from mlkv.engine.workload import Ask
+
+MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 4096}
+"""Tokens computed in a step: on a CPU half a second of work, on a GPU enough to keep it busy."""
+
+CONCURRENCY = 2
+"""Requests of a replica in flight at once."""
+
+LINE_COLUMNS = 110
+"""Of the report where there is no terminal that says how wide it is."""
+
+_MAX_SOCKET_FOLDER_BYTES = 80
+"""A Unix socket's path holds 107 bytes, and the socket's name needs some of them."""
+
+
+def home() -> Path:
+    """Folder that keeps models between runs."""
+    return Path(os.environ.get("MLKV_HOME") or "~/.cache/mlkv").expanduser()
+
+
+class JobFailed(MLKVError):
+    """A rank ended early; the message says which, why, and where its log is."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status."""
+    interruptible()
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=LINE_COLUMNS)
+    try:
+        options = command_line.parse(sys.argv[1:] if argv is None else argv)
+        if options.script:
+            return run_script(options)
+        return run_main_job(options, console)
+    except ConfigError as error:
+        return _end(2, f"error: {error}")
+    except MLKVError as error:
+        return _end(1, f"error: {error}")
+    except Interrupted as error:
+        return _end(128 + error.signum, f"ended by {error}")
+
+
+def _end(status: int, message: str) -> int:
+    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def run_script(options: Options) -> int:
+    """Run a person's own script under torchrun; its exit status."""
+    num_ranks = options.tp * options.dp
+    if options.port is not None:
+        check_port(options.port)
+    command = torchrun_command(num_ranks, options.port, options.script)
+    with Job(command, rank_environment(num_ranks), reap=False) as job:
+        return job.wait(lambda: None)
+
+
+def run_main_job(options: Options, console: Console) -> int:
+    """Raises ConfigError, JobFailed, Interrupted; nothing of the job is left then either."""
+    if options.json is not None:
+        _check_writable(options.json)
+    if options.port is not None:
+        check_port(options.port)
+    with ExitStack() as stack:
+        folder = _run_folder(stack)
+        plan = make_plan(options, folder, console)
+        report = _run(plan, options.port, console)
+    from mlkv.engine.report import print_report
+
+    print_report(console, report)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    return 0 if all(report["audits"].values()) else 1
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"json: {path} cannot be written")
+
+
+def _run_folder(stack: ExitStack) -> Path:
+    """A private folder for sockets, results and logs, removed at the end whatever happens."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    if not os.access(base, os.W_OK) or len(os.fsencode(base)) > _MAX_SOCKET_FOLDER_BYTES:
+        base = "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="mlkv-job-", dir=base))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+# -- before the ranks start ---------------------------------------------------------------------------------
+
+
+def make_plan(options: Options, folder: Path, console: Console) -> JobPlan:
+    """Find the model, read or make the requests, size the pools. Raises ConfigError for whatever cannot work."""
+    with console.status("importing torch and transformers"):
+        from mlkv import MLKVConfig
+        from mlkv.engine.model import DTYPES, check_model
+        from mlkv.engine.plan import JobPlan, Model
+        from mlkv.engine.prompts import read_prompts
+        from mlkv.engine.source import prepare_model
+    asks = None if options.prompts is None else read_prompts(options.prompts)
+    device = _device(options)
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    # What the ranks will set; wrong MLKV_* variables and fault plans are found here.
+    MLKVConfig(
+        model="checked",
+        page_tokens=options.page_tokens,
+        faults=options.faults,
+        store={"host_bytes": options.host_bytes},
+    )
+    with console.status("preparing the model") as status:
+
+        def progress(message: str) -> None:
+            status.update(message)
+            if not console.is_terminal:
+                console.print(message, markup=False, highlight=False)
+
+        prepared = prepare_model(options.model, home(), device_type=device, progress=progress)
+        geometry = check_model(prepared.config(), options.tp)
+        tokenizer = prepared.tokenizer()
+    page_bytes = geometry.kv_layout(DTYPES[dtype], options.page_tokens).page_bytes
+    if options.host_bytes < page_bytes:
+        raise ConfigError(
+            f"host-cache: {options.host_bytes} bytes are less than one page of {page_bytes} bytes "
+            f"({options.page_tokens} tokens)"
+        )
+    by_replica = _requests(options, asks, tokenizer, geometry, device)
+    return JobPlan(
+        run_folder=str(folder),
+        model=Model.of(prepared),
+        tp=options.tp,
+        dp=options.dp,
+        device=device,
+        dtype=dtype,
+        page_tokens=options.page_tokens,
+        block_tokens=options.block_tokens,
+        pool_pages=_pool_pages(options, by_replica, tokenizer, geometry, DTYPES[dtype].itemsize),
+        host_bytes=options.host_bytes,
+        asks=by_replica,
+        concurrency=CONCURRENCY,
+        max_new_tokens=options.max_new_tokens,
+        max_batch_tokens=MAX_BATCH_TOKENS[device],
+        faults=options.faults,
+    )
+
+
+def _device(options: Options) -> str:
+    import torch
+
+    num_ranks = options.tp * options.dp
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.device == "cpu" or (options.device == "auto" and not num_gpus):
+        return "cpu"
+    if num_gpus < num_ranks:
+        raise ConfigError(
+            f"device: {num_ranks} ranks (tp={options.tp} times dp={options.dp}) need as many GPUs, there are "
+            f"{num_gpus}; choose smaller numbers, or --device cpu"
+        )
+    return "cuda"
+
+
+def _requests(
+    options: Options, asks: list[Ask] | None, tokenizer: Tokenizer, geometry: Geometry, device: str
+) -> list[list[Ask]]:
+    """The requests of each replica."""
+    from mlkv.engine.workload import default_workload
+
+    if asks is None:
+        return default_workload(tokenizer, options.dp, geometry.context_tokens, device)
+    if len(asks) < options.dp:
+        raise ConfigError(f"prompts: {options.prompts} holds {len(asks)} prompts for dp={options.dp} replicas")
+    return [asks[replica :: options.dp] for replica in range(options.dp)]
+
+
+def _pool_pages(
+    options: Options, by_replica: list[list[Ask]], tokenizer: Tokenizer, geometry: Geometry, itemsize: int
+) -> int:
+    """Pages of the device pool. Raises ConfigError when a request cannot be served with them, or at all."""
+    from mlkv.engine.workload import Demand
+    from mlkv.layout import RankSlice
+
+    context, page_tokens = geometry.context_tokens, options.page_tokens
+    demands = [Demand.of(asks, tokenizer, options.max_new_tokens, page_tokens) for asks in by_replica]
+    for asks, demand in zip(by_replica, demands, strict=True):
+        for ask in asks:
+            length = demand.longest_tokens[ask.request_id]
+            if length >= context:
+                raise ConfigError(
+                    f"prompts: {ask.place or ask.request_id}: the prompt has {length} tokens; the model's context "
+                    f"of {context} leaves room for {context - 1}"
+                )
+    wanted = max(d.pool_pages(options.max_new_tokens, page_tokens, CONCURRENCY, context) for d in demands)
+    if options.device_bytes is None:
+        return wanted
+    heads = RankSlice.local_kv_heads(geometry.num_kv_heads, options.tp)
+    page_bytes = 2 * geometry.num_layers * heads * geometry.head_dim * itemsize * page_tokens
+    given = options.device_bytes // page_bytes
+    needed = max(d.pool_pages(options.max_new_tokens, page_tokens, 1, context) for d in demands)
+    longest = max(max(d.longest_tokens.values()) for d in demands) + options.max_new_tokens
+    if given * page_tokens < min(longest, context):
+        raise ConfigError(
+            f"device-cache: {options.device_bytes} bytes hold {given * page_tokens} tokens, the longest request "
+            f"has {longest}; give at least {needed * page_bytes} bytes"
+        )
+    return given
+
+
+# -- while they run, and after ------------------------------------------------------------------------------
+
+
+def _run(plan: JobPlan, port: int | None, console: Console) -> dict[str, Any]:
+    """Start the ranks, follow them, and put together what they report."""
+    from mlkv.engine import plan as files
+    from mlkv.engine.audits import run_audits
+    from mlkv.engine.report import ProgressView, summarise
+
+    folder = Path(plan.run_folder)
+    files.write(plan, folder / "plan.json")
+    num_ranks = plan.tp * plan.dp
+    target = ["-m", "mlkv.engine.job", str(folder / "plan.json")]
+    log_path = folder / "ranks.log"
+    command, environment = torchrun_command(num_ranks, port, target), rank_environment(num_ranks)
+    with (
+        open(log_path, "wb") as log,
+        Job(command, environment, log=log) as job,
+        ProgressView(console, plan) as view,
+    ):
+        status = job.wait(view.update)
+    if status != 0:
+        _explain(status, files.read_all(folder, "error*.json", files.RankError), log_path)
+    replicas = files.read_all(folder, "replica*.json", files.ReplicaResult)
+    ranks = sorted(files.read_all(folder, "rank*.json", files.RankResult), key=lambda result: result.rank)
+    return summarise(plan, replicas, ranks, run_audits(plan, replicas, ranks))
+
+
+def _explain(status: int, errors: list[RankError], log_path: Path) -> None:
+    """Raise the error that says best why the ranks ended."""
+    for error in sorted(errors, key=lambda e: e.at):
+        if error.kind == ConfigError.__name__:
+            raise ConfigError(error.message)
+    log = log_path.read_text(errors="replace")
+    reason = killed_rank(log)
+    if not reason and errors:
+        # What ranks say when another one is gone is worth less than what that one said.
+        consequences = {kind.__name__ for kind in AgreementError.__subclasses__()}
+        first = min(errors, key=lambda e: (e.kind in consequences, not e.expected, e.at))
+        reason = f"rank {first.rank}: {first.message if first.expected else f'{first.kind}: {first.message}'}"
+    if not reason:  # before a rank could say it in its own words
+        found = re.search(r"^(?:\w+\.)*\w*(?:Error|Exception): .*$", log, re.MULTILINE)
+        reason = found[0] if found else f"torchrun ended with status {status}"
+    kept = home() / "logs" / f"job-{os.getpid()}.log"
+    where = ""
+    with suppress(OSError):  # the message is worth more than the log
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(log_path, kept)
+        where = f"; the log of the ranks is {kept}"
+    raise JobFailed(f"{reason}{where}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The command line of `./launch.sh`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from mlkv.errors import ConfigError
+
+PROGRAM = "launch.sh"
+
+_DESCRIPTION = """\
+Serves a workload on a real model under torchrun, with tensor and data parallelism, twice: without and with the
+multi-level KV cache. Prints where the tokens of the prompts came from, how long the first token took, and whether
+three audits hold. Without options: SmolLM2-135M (fetched once), two ranks, GPUs where there are enough, else CPU.
+
+  ./launch.sh                                   the default job
+  ./launch.sh --tp 4 --json report.json         four ranks; the report as JSON as well
+  ./launch.sh --model ~/models/llama --tp 2     a model of yours
+  ./launch.sh --tp 2 --dp 2 -- script.py ARGS   a script of yours under torchrun, in the same environment
+"""
+
+_EPILOG = """\
+exit status: 0 all audits hold; 1 an audit failed or a rank did; 2 wrong options or input; 128 + N signal N.
+environment: MLKV_HOME (default ~/.cache/mlkv) keeps fetched and converted models; PYTHON names the interpreter.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person asked for. `script`: a program of theirs to run instead of the main job, with arguments."""
+
+    tp: int
+    dp: int
+    model: str
+    device: str
+    dtype: str
+    prompts: Path | None
+    max_new_tokens: int
+    host_bytes: int
+    device_bytes: int | None
+    page_tokens: int
+    block_tokens: int
+    faults: str
+    json: Path | None
+    port: int | None
+    script: tuple[str, ...]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Raises ConfigError for what cannot be right whatever model and machine there are."""
+    argv = list(argv)
+    own, script = argv, []
+    if "--" in argv:
+        at = argv.index("--")
+        own, script = argv[:at], argv[at + 1 :]
+    parser = _parser()
+    args = parser.parse_args(own)
+    if "--" in argv:
+        _check_script(parser, args, script)
+    if args.page_size % args.block_size:
+        raise ConfigError(
+            f"page-size: {args.page_size} tokens are not a multiple of the device pool's block of "
+            f"{args.block_size} tokens (--block-size)"
+        )
+    return Options(
+        tp=args.tp,
+        dp=args.dp,
+        model=args.model,
+        device=args.device,
+        dtype=args.dtype,
+        prompts=args.prompts,
+        max_new_tokens=args.max_new_tokens,
+        host_bytes=args.host_cache,
+        device_bytes=args.device_cache,
+        page_tokens=args.page_size,
+        block_tokens=args.block_size,
+        faults=args.faults,
+        json=args.json,
+        port=args.port,
+        script=tuple(script),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--tp", type=_count, default=2, metavar="N", help="ranks that share one model (default: 2)")
+    add("--dp", type=_count, default=1, metavar="N", help="replicas, each with requests of its own (default: 1)")
+    add(
+        "--model",
+        default="smollm2",
+        metavar="DIR|ID|random:SHAPE",
+        help="a model folder, a GGUF file, an id of the Hugging Face hub, smollm2 (default), or random:tiny, "
+        "random:1b, random:8b: a Llama of that shape with seeded random weights",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where it is there")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="default: float32 on CPU, bfloat16 on GPU",
+    )
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='requests of yours, one a line: {"prompt": TEXT}, {"messages": [{"role": ..., "content": ...}]} or '
+        "plain text; default: questions about documents of the standard library",
+    )
+    add("--max-new-tokens", type=_count, default=24, metavar="N", help="tokens of an answer at most (default: 24)")
+    add("--host-cache", type=_size, default="2GiB", metavar="SIZE", help="host memory for KV (default: 2GiB)")
+    add(
+        "--device-cache",
+        type=_size,
+        metavar="SIZE",
+        help="device memory for KV on each rank; default: room for a third of the workload, so that the host "
+        "cache has something to do",
+    )
+    add("--page-size", type=_page, default=16, metavar="N", help="tokens in a page (default: 16)")
+    add(
+        "--block-size",
+        type=_count,
+        default=16,
+        metavar="N",
+        help="tokens in a block of the device pool (default: 16)",
+    )
+    add(
+        "--faults",
+        default="",
+        metavar="SPEC",
+        help="make transfers late or fail, such as delay=rank1:0-200ms,fail=rank1:0.05,seed=7 (see "
+        "mlkv/faults.py); the audits must hold all the same",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the report there as well, with all answers")
+    add("--port", type=_port, metavar="N", help="port of torchrun's rendezvous (default: a free one)")
+    return parser
+
+
+def _check_script(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Sequence[str]) -> None:
+    if not script:
+        raise ConfigError("nothing follows --; expected a script and its arguments")
+    if not Path(script[0]).is_file():
+        raise ConfigError(f"there is no script {script[0]}")
+    for name, value in vars(args).items():
+        if name not in ("tp", "dp", "port") and value != parser.parse_args([]).__dict__[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} is not for scripts of yours; --tp, --dp and --port are")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _page(text: str) -> int:
+    if _count(text) > 4096:
+        raise argparse.ArgumentTypeError(f"a page holds 4096 tokens at most, not {text}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if _count(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, not {text}")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"must be a size such as 512MiB or 8GiB, not {text!r}")
+    return size
