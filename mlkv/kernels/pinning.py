@@ -34,19 +34,24 @@ class CudaRegistrar:
 
     def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
         self._library = library
-        self._device = device
+        # Pieces are registered from several threads, and a thread begins without a context. torch does not make
+        # one current where the device index is the thread's default already, so it is done by hand.
+        self._context = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            library.cuCtxGetCurrent(ctypes.byref(self._context))
 
     def register(self, address: int, num_bytes: int) -> int:
-        with torch.cuda.device(self._device):  # makes the context current on this thread
-            return int(
-                self._library.cuMemHostRegister_v2(
-                    ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(self._PORTABLE)
-                )
+        self._library.cuCtxSetCurrent(self._context)
+        return int(
+            self._library.cuMemHostRegister_v2(
+                ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(self._PORTABLE)
             )
+        )
 
     def unregister(self, address: int) -> int:
-        with torch.cuda.device(self._device):
-            return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
+        self._library.cuCtxSetCurrent(self._context)
+        return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
 
 class PinnedMemory:
