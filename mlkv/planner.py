@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Union
 
@@ -72,12 +73,20 @@ class Planner:
         client: a connected client of the owner of this host.
         answer_deadline_s: what the owner has not answered by then is a miss.
         max_questions: questions without an answer at once; more are answered as a miss at once.
+        clock: seconds, as `time.monotonic`; another one where time is virtual.
     """
 
-    def __init__(self, client: StoreClient, answer_deadline_s: float, max_questions: int) -> None:
+    def __init__(
+        self,
+        client: StoreClient,
+        answer_deadline_s: float,
+        max_questions: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client = client
         self._deadline_s = answer_deadline_s
         self._max_questions = max_questions
+        self._clock = clock
         self._asked: dict[int, _Question] = {}  # by ticket
         self._leases: dict[int, tuple[int, wire.Matched]] = {}  # call -> its lease and what it covers
         self._reservations: dict[int, wire.Reserved] = {}
@@ -128,7 +137,7 @@ class Planner:
     def poll(self) -> list[Answer]:
         """What was answered since the last poll, in order. Never blocks and never raises for a failing store."""
         self._take_arrived()
-        now = time.monotonic()
+        now = self._clock()
         for question in self._asked.values():
             if not question.dropped and question.deadline < now:
                 # Its reply may still come; whatever that grants is given back then.
@@ -155,12 +164,14 @@ class Planner:
             return
         try:
             for ticket, reply in self._client.poll():
+                if ticket not in self._asked:
+                    return  # giving back what an earlier reply granted found the store gone, and all was answered
                 self._take(self._asked.pop(ticket), reply)
         except StoreLost as error:
             self._lose(error)
 
     def _ask(self, call: int, kind: str, request: wire.Request) -> None:
-        question = _Question(call, kind, time.monotonic() + self._deadline_s)
+        question = _Question(call, kind, self._clock() + self._deadline_s)
         if self._lost:
             self._answer_nothing(question, "the store is gone")
         elif kind != "commit" and len(self._asked) >= self._max_questions:

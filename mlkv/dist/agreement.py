@@ -71,7 +71,8 @@ class Agreement:
         self._channel: Channel = open_channel(channel, late, replica)
         self.late = self._channel.late
         self.member = Member(replica.rank, late=self.late)
-        self._decisions = _Decisions(replica, self.member)
+        master = Master(replica.size, self.member if replica.is_master else None)
+        self._decisions = Decisions(master, replica.size)
         self._broken: AgreementError | None = None
         self._stepping = False
         self._costs_s: deque[float] = deque(maxlen=_SAMPLES_KEPT)
@@ -149,12 +150,16 @@ class Agreement:
             stacks.dump(str(lost), ask_pid=place.pid if same_host and lost.rank != self._replica.rank else None)
 
 
-class _Decisions:
-    """The protocol's master as channels use it: on the master alone, or the same on every rank (`tensor`)."""
+class Decisions:
+    """The protocol's master as channels use it: on the master alone, or the same on every rank (`tensor`).
 
-    def __init__(self, replica: Replica, member: Member) -> None:
-        self._master = Master(replica.size, member if replica.is_master else None)
-        self._last_reports: list[bytes] = [b""] * replica.size
+    Attributes:
+        facts: what `note` asks, on the master.
+    """
+
+    def __init__(self, master: Master, size: int) -> None:
+        self._master = master
+        self._last_reports: list[bytes] = [b""] * size
         self._marks = (0, 0, 0)
         self.facts: Callable[[], Sequence[bytes]] = list
 
