@@ -279,6 +279,11 @@ class MultiLevelCache:
         """16 bytes over all step results so far; equal on every rank of a replica."""
         return self._digest
 
+    @property
+    def counters(self) -> CacheStats:
+        """The counters of `stats` as they stand, cheap enough for every step; costs of agreement are left out."""
+        return dataclasses.replace(self._lifecycle.stats)
+
     def stats(self) -> CacheStats:
         """Counters of this rank so far."""
         return dataclasses.replace(

@@ -1,6 +1,6 @@
 """What every rank of a test runs: real vLLM, a few rounds of prompts, the tokens it answered with.
 
-    python -m tests.vllm.job TASK.json OUT        (or the same under torchrun; each rank writes OUT.<rank>)
+python -m tests.vllm.job TASK.json OUT        (or the same under torchrun; each rank writes OUT.<rank>)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _metric(llm: Any, name: str) -> int:
     return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == name)
 
 
-def run(task: dict[str, Any]) -> dict[str, Any]:
+def run(task: dict[str, Any], progress: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     options: dict[str, Any] = {
@@ -76,6 +76,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     rounds, seconds = [], []
     prompts = first_prompts()
     for number in range(task.get("rounds", 3)):
+        progress.write_text(str(number))
         if number or not task.get("from_second"):
             start = time.monotonic()
             rounds.append(answer(prompts))
@@ -89,9 +90,8 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         "rounds": rounds,
         "seconds": seconds,
         "hit_tokens": _metric(llm, "vllm:external_prefix_cache_hits"),
-        "loaded_pages": _metric(llm, "vllm:mlkv_loaded_pages"),
+        "failed_loads": _metric(llm, "vllm:mlkv_failed_loads"),
         "preemptions": _metric(llm, "vllm:num_preemptions"),
-        "mlkv": [f"{m.name}={m.value:g}" for m in llm.get_metrics() if "mlkv" in m.name],
     }
 
 
@@ -107,10 +107,9 @@ def _reset(llm: Any) -> bool:
 
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
-    result = run(task)
-    rank = os.environ.get("RANK", "0")
-    Path(f"{sys.argv[2]}.{rank}").write_text(json.dumps(result))
-    sys.stdout.flush()
+    out = f"{sys.argv[2]}.{os.environ.get('RANK', '0')}"
+    result = run(task, Path(f"{out}.progress"))
+    Path(out).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -125,9 +125,9 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> MLKVStats | None:
         if self._central is not None:
-            return self._stats.take(self._central.cache.stats)
+            return self._stats.take(self._central.cache.counters)
         if self.role is KVConnectorRole.WORKER and isinstance(self._worker, LocalRank):
-            return self._stats.take(self._worker.cache.stats)
+            return self._stats.take(self._worker.cache.counters)
         return None
 
     def _orders(self) -> StepOrders:

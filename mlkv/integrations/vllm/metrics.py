@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from mlkv import CacheStats
 
-_INTERVAL_S = 1.0
 _COUNTERS = {
     "lookups": "Prefix lookups asked.",
     "hits": "Lookups that found something worth loading.",
@@ -44,26 +42,18 @@ class MLKVStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class StatsSource:
-    """Turns the cache's growing counters into increases, at most one report a second."""
+    """Turns the cache's growing counters into increases."""
 
     def __init__(self) -> None:
-        self._last: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
-        self._next_at = 0.0
+        self._last = dict.fromkeys(_COUNTERS, 0)
 
-    def take(self, stats: Any) -> MLKVStats | None:
-        """`stats`: called only when a report is due; returns CacheStats."""
-        now = time.monotonic()
-        if now < self._next_at:
+    def take(self, counters: CacheStats) -> MLKVStats | None:
+        """What was counted since the last call, if anything."""
+        current = {name: getattr(counters, name) for name in _COUNTERS}
+        if current == self._last:
             return None
-        self._next_at = now + _INTERVAL_S
-        current: CacheStats = stats()
-        increases = {}
-        for name, last in self._last.items():
-            value = getattr(current, name)
-            increases[name] = value - last
-            self._last[name] = value
-        report = MLKVStats(data=increases)
-        return None if report.is_empty() else report
+        last, self._last = self._last, current
+        return MLKVStats(data={name: value - last[name] for name, value in current.items()})
 
 
 class MLKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

@@ -1,0 +1,99 @@
+"""Real vLLM answers the same with mlkv as without, however it runs its workers and whatever happens to copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import Run, add_row
+from tests.vllm.harness import Ended
+
+Truth = list[list[list[int]]]
+
+STORE = {"host_bytes": "64MiB"}
+# Drawn anew for each load and each rank, so ranks finish in different orders.
+SLOW = "delay=all/load:0-80ms,delay=all/offload:0-30ms"
+
+
+def with_mlkv(tp: int, backend: str | None, **more: Any) -> dict[str, Any]:
+    extra = {"store": STORE, "page_tokens": 64, **more.pop("extra", {})}
+    return {"tp": tp, "backend": backend, "connector": "MLKVConnector", "extra": extra, **more}
+
+
+def check(mode: str, ended: Ended, truth: Truth, *, num_replicas: int = 1) -> list[dict[str, Any]]:
+    """All ranks done, all answers as without mlkv, and the cache did serve."""
+    if ended.kind != "done":
+        add_row(mode, ended, ended.kind)
+        raise AssertionError(f"{mode}: the job {ended.kind}\n{ended.log}")
+    right = sum(answer == other for rank in ended.ranks for answer, other in _pairs(rank["rounds"], truth))
+    total = len(ended.ranks) * len(_pairs(truth, truth))
+    add_row(mode, ended, f"{right} of {total} equal")
+    assert right == total, mode
+    for rank in ended.ranks[: len(ended.ranks) // num_replicas or 1]:
+        assert rank["hit_tokens"] > 1000, mode
+    return ended.ranks
+
+
+def _pairs(rounds: Truth, truth: Truth) -> list[tuple[list[int], list[int]]]:
+    return [pair for one, other in zip(rounds, truth, strict=True) for pair in zip(one, other, strict=True)]
+
+
+def test_one_process(run: Run, truth: Truth) -> None:
+    check("TP=1, in process", run(**with_mlkv(1, None)), truth)
+
+
+def test_two_workers_of_the_multiprocessing_executor(run: Run, truth: Truth) -> None:
+    check("TP=2, mp executor, slow loads", run(**with_mlkv(2, "mp", extra={"faults": SLOW})), truth)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_torchrun_with_loads_that_end_in_different_orders(run: Run, truth: Truth, tp: int) -> None:
+    task = with_mlkv(tp, "external_launcher", extra={"faults": SLOW})
+    check(f"TP={tp}, torchrun, slow loads", run(**task), truth)
+
+
+def test_torchrun_with_two_replicas(run: Run, truth: Truth) -> None:
+    task = with_mlkv(1, "external_launcher", dp=2)
+    check("DP=2, torchrun", run(**task), truth)
+
+
+@pytest.mark.parametrize("backend", ["external_launcher", "mp"])
+def test_loads_that_fail_on_one_rank_are_recomputed_on_all(run: Run, truth: Truth, backend: str) -> None:
+    task = with_mlkv(2, backend, extra={"faults": f"{SLOW},fail=rank1/load:0.6,seed=5"})
+    name = "torchrun" if backend == "external_launcher" else "mp executor"
+    ranks = check(f"TP=2, {name}, failing loads on rank 1", run(**task), truth)
+    assert ranks[0]["failed_loads"] > 0
+
+
+def test_rotten_pages_are_recomputed(run: Run, truth: Truth) -> None:
+    task = with_mlkv(2, "external_launcher", extra={"faults": "corrupt=rank0/load:0.6,seed=5"})
+    ranks = check("TP=2, torchrun, flipped bytes", run(**task), truth)
+    assert ranks[0]["failed_loads"] > 0
+
+
+def test_preempted_requests_answer_the_same(run: Run, truth: Truth) -> None:
+    # 64 blocks are the fewest for one request of the longest length; eight talks need about 120.
+    task = with_mlkv(2, "external_launcher", blocks=66, extra={"faults": SLOW})
+    ranks = check("TP=2, torchrun, small pool", run(**task), truth)
+    assert ranks[0]["preemptions"] > 0
+
+
+def test_what_two_ranks_stored_one_reads(run: Run, truth: Truth) -> None:
+    store = {**STORE, "name": "shared", "linger_s": 300.0}
+    first = run(**with_mlkv(2, "external_launcher", rounds=1, extra={"store": store, "model": "tiny"}))
+    assert first.kind == "done", first.log
+    task = with_mlkv(1, None, from_second=True, first_answers=truth[0], extra={"store": store, "model": "tiny"})
+    check("TP=1 reads what TP=2 wrote", run(**task), truth)
+
+
+def test_without_agreement_the_same_job_goes_wrong(run: Run, truth: Truth) -> None:
+    task = with_mlkv(2, "external_launcher", extra={"faults": SLOW})
+    task |= {"connector": "DisagreeingConnector", "module": "tests.vllm.disagreeing"}
+    ended = run(stall_s=60.0, **task)
+    assert ended.started, ended.log  # it went wrong while generating, not before
+    wrong = 0
+    if ended.kind == "done":
+        wrong = sum(one != other for rank in ended.ranks for one, other in _pairs(rank["rounds"], truth))
+    add_row("TP=2, torchrun, no agreement", ended, f"{wrong} wrong" if ended.kind == "done" else ended.kind)
+    assert wrong or ended.kind in ("hung", "crashed")
