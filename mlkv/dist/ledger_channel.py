@@ -16,7 +16,8 @@ from mlkv.dist.replica import Replica
 from mlkv.errors import AgreementError, MLKVError, RankLost
 
 _GRACE_S = 1.0
-"""How much longer than the deadline a rank waits for one that itself still waits: it will know whom to name."""
+"""How much longer than the deadline a rank waits for a leader that itself waits: it will know whom to name. The
+leader came later, so its own deadline ends later."""
 
 _QUICK_POLLS = 200  # of a word, before the bookkeeping of a `Patience` is worth its price
 

@@ -129,7 +129,7 @@ class TensorExchange:
         return words.tobytes()[:note_bytes]
 
     def _wait(self, step: int, gather: _Inline | _Behind, what: str) -> None:
-        patience = Patience(self._replica.deadline_s)
+        patience = Patience(self._verdicts.patience_s)
         try:
             while not gather.is_done():
                 if patience.pause():
@@ -137,12 +137,12 @@ class TensorExchange:
                     if lost is not None and not gather.is_done():
                         raise lost
                     if patience.expired:
-                        why = f"waited {self._replica.deadline_s:g} s for {what}"
-                        raise self._verdicts.conclude(step, self._suspect, why)
+                        why = f"waited {patience.waited_s:.1f} s for {what}"
+                        raise self._verdicts.conclude(step, self._suspect, why, patience.waited_s)
             gather.result()
         except RuntimeError as error:
-            why = f"its connection broke while {what} were awaited ({error})"
-            raise self._verdicts.conclude(step, self._suspect, why) from error
+            why = f"a connection broke while waiting for {what} ({error})"
+            raise self._verdicts.conclude(step, self._suspect, why, patience.waited_s) from error
 
 
 class _Inline:

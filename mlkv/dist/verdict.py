@@ -14,6 +14,7 @@ from mlkv.dist.replica import Replica
 from mlkv.errors import RankLost
 
 _ROLL_CALL_S = 2.0  # how long to look for a better explanation before blaming the one rank that did not answer
+_ROLL_CALL_SHARE = 0.25  # of the deadline, at most
 _ROLL_CALL_POLL_S = 0.02
 _LOOK_S = 0.05  # between two looks, by a rank that waits, whether somebody has opened a roll call
 
@@ -36,12 +37,18 @@ class Verdicts:
         self._store = _get_default_store() if dist.is_initialized() else None
         self._processes = Processes(replica)
         self._look_at = 0.0
+        self._roll_call_s = min(_ROLL_CALL_S, _ROLL_CALL_SHARE * replica.deadline_s)
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for a rank: what is left of the deadline serves to find out whom to name."""
+        return self._replica.deadline_s - self._roll_call_s
 
     def look(self, step: int, suspect: int) -> RankLost | None:
         """For a rank that waits: the error to raise if somebody knows or suspects that a rank was lost."""
         gone = self._find_gone()
         if gone is not None:
-            return self.conclude(step, suspect, "")
+            return self.conclude(step, suspect, "its connection broke")
         now = time.monotonic()
         if now < self._look_at:
             return None
@@ -50,8 +57,8 @@ class Verdicts:
             return self.conclude(step, suspect, "it did not answer when another rank asked who is there")
         return None
 
-    def conclude(self, step: int, suspect: int, why: str) -> RankLost:
-        """The error to raise when something failed while waiting for group rank `suspect`.
+    def conclude(self, step: int, suspect: int, why: str, waited_s: float = 0.0) -> RankLost:
+        """The error to raise when something failed after `waited_s` of waiting for group rank `suspect`.
 
         Prefers what another rank has found, then a process of this host that is gone, then a rank that does not
         answer, then the suspect.
@@ -67,12 +74,13 @@ class Verdicts:
             if gone is not None:
                 return self.post(RankLost(gone, step, self._processes.describe(gone)))
             silent = self._silent()
-            waited_s = time.monotonic() - start
+            asked_s = time.monotonic() - start
             # With several silent, those that only compute for long come within the deadline.
-            enough_s = _ROLL_CALL_S if len(silent) == 1 else self._replica.deadline_s
-            if waited_s > enough_s or not silent or self._store is None:
+            left_s = self._replica.deadline_s - waited_s
+            enough_s = self._roll_call_s if len(silent) == 1 else max(self._roll_call_s, left_s)
+            if asked_s > enough_s or not silent or self._store is None:
                 if silent and suspect not in silent:
-                    suspect, why = silent[0], f"it did not answer within {waited_s:.1f} s: {why}"
+                    suspect, why = silent[0], f"it did not answer when asked who is there: {why}"
                 return self.post(RankLost(suspect, step, why))
             time.sleep(_ROLL_CALL_POLL_S)
 

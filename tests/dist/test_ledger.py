@@ -83,7 +83,9 @@ def test_half_of_a_report_over_half_of_the_last_is_not_a_report(
 
 @settings(max_examples=200, deadline=None)
 @given(step=st.integers(0, 1 << 38), kind=st.sampled_from(Kind), at=st.integers(0, 7), flip=st.integers(1, 255))
-def test_a_token_with_a_byte_changed_is_no_token_of_a_step_near_it(step: int, kind: Kind, at: int, flip: int) -> None:
+def test_a_token_with_a_byte_changed_is_no_token_of_a_step_near_it(
+    step: int, kind: Kind, at: int, flip: int
+) -> None:
     ledger = fresh()
     word = ledger.token(step, kind) ^ (flip << 8 * at)
     found, _ = ledger.read_token(word)
