@@ -187,7 +187,7 @@ def serve_with_cache(rank: int, rows: list[list[int]], faults: str) -> tuple[Any
 @pytest.mark.parametrize("faults", ["", "delay=rank1:0-4ms,fail=rank1:0.3,seed=7"])
 def test_two_ranks_with_a_cache_agree_even_when_loads_of_one_are_late_or_fail(faults: str) -> None:
     rows = prompts(6, longest=60)
-    (facts, digest), (others, other) = run_ranks(serve_with_cache, 2, rows, faults, deadline_s=100)
+    (facts, digest), (others, other) = run_ranks(serve_with_cache, 2, rows, faults, deadline_s=160)
     assert facts == others
     assert digest == other
     for part in facts:

@@ -124,7 +124,7 @@ def test_every_tp_gives_the_tokens_of_the_whole_model_on_every_rank() -> None:
     """TP 2 divides the 2 KV heads, 3 pads one and splits 224 and 512 unevenly, 4 replicates each."""
     rows = prompts(6)
     expected = [reference_answer(tiny_reference(), row, 8) for row in rows]
-    for rank, found in enumerate(run_ranks(serve_on_meshes, 4, rows, deadline_s=100)):
+    for rank, found in enumerate(run_ranks(serve_on_meshes, 4, rows, deadline_s=160)):
         assert found["dp"] == expected[rank // 2 :: 2]
         assert found["tp4"] == expected
         assert found.get("tp3", expected) == expected
@@ -156,7 +156,7 @@ def test_other_architectures_give_the_logits_of_transformers_at_tp_1_and_2(tmp_p
         with torch.inference_mode():
             expected.append(plain(torch.tensor([row])).logits[0])
     alone = [paged_logits(model, row, [7, 1, 12]) for model in prepared]
-    for found in (alone, *run_ranks(logits_at_tp, 2, prepared, row, deadline_s=100)):
+    for found in (alone, *run_ranks(logits_at_tp, 2, prepared, row, deadline_s=160)):
         for name, ours, theirs in zip(names, found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -169,7 +169,7 @@ def test_fused_projections_work_at_tp_1_and_are_refused_above(tmp_path: Path) ->
         torch.testing.assert_close(
             paged_logits(prepared, row, [20]), plain(torch.tensor([row])).logits[0], atol=3e-5, rtol=1e-5
         )
-    for message in run_ranks(refusal, 2, prepared):
+    for message in run_ranks(refusal, 2, prepared, deadline_s=160):
         assert message == (
             "tp: the attention of Phi3ForCausalLM cannot be cut by heads (q_proj is not in its plan); tp values "
             "that work: 1"
