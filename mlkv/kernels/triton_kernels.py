@@ -38,7 +38,9 @@ def _word_weight(word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_heads", "head_bytes", "num_parts", "first_part"]
+    do_not_specialize=["num_heads", "head_bytes", "num_parts", "first_part"],
+    # Chunks begin anywhere in these; a second compilation would be in the middle of somebody's request.
+    do_not_specialize_on_alignment=["slots", "sums"],
 )
 def _move_pages(  # type: ignore[no-untyped-def]
     slots,

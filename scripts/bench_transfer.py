@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""Transfers between device and host pages on this machine, as ratios to one raw pinned copy of the same run.
+
+    python scripts/bench_transfer.py [--json FILE] [--sections raw,grid,...] [--budget-s SECONDS]
+
+Prints progress while it runs and a short table last. Needs one CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from transfer_rig import (
+    MAX_TRANSFER_BYTES,
+    STAGING_BYTES,
+    Case,
+    Host,
+    compute_loads,
+    deepseek,
+    llama,
+    raw_seconds,
+    rig,
+    slowdown,
+)
+
+from mlkv.kernels.staged import INLINE_BYTES, SEGMENT_BYTES
+
+SECTIONS = ("raw", "small", "grid", "beside", "released", "checksum", "baselines", "tune")
+
+
+@dataclass
+class Report:
+    """What was measured, and the lines of the last table."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    lines: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+    def goal(self, what: str, value: float, bound: float, *, at_most: bool, unit: str = "") -> None:
+        met = value <= bound if at_most else value >= bound
+        sign = "<=" if at_most else ">="
+        self.lines.append((what, f"{value:.3f}{unit}", f"{sign} {bound:g}{unit}", "yes" if met else "NO"))
+        self.data.setdefault("goals", []).append(
+            {"what": what, "value": value, "bound": bound, "at_most": at_most, "met": met}
+        )
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def measure_raw(report: Report) -> dict[str, float]:
+    raw = {direction: (1 << 30) / raw_seconds(1 << 30, direction) for direction in ("load", "offload")}
+    report.data["raw_gb_per_s"] = {direction: rate / 1e9 for direction, rate in raw.items()}
+    report.say(f"raw pinned copy of 1 GiB: load {raw['load'] / 1e9:.1f}, offload {raw['offload'] / 1e9:.1f} GB/s")
+    return raw
+
+
+def measure_small(report: Report, host: Host) -> None:
+    """One page on an idle device, against one synchronous raw copy of the same bytes."""
+    rows = []
+    for tp in (1, 8):
+        case = llama(tp, 64)
+        on_host = torch.empty(case.piece_bytes, dtype=torch.uint8, pin_memory=True).random_()
+        on_device = torch.empty_like(on_host, device="cuda")
+        times = []
+        for _ in range(200):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            on_device.copy_(on_host, non_blocking=True)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        copy_us = statistics.median(times) * 1e6
+        for path in ("auto", "staged", "direct"):
+            with rig(host, case, 4, transfer=path) as bench:
+                load_us = bench.seconds("load", 1, repeats=200) * 1e6
+            rows.append({"tp": tp, "path": path, "raw_us": copy_us, "load_us": load_us})
+            report.say(f"small load, tp={tp}, {path}: {load_us:.0f} us; raw copy {copy_us:.0f} us")
+            if path == "auto":
+                excess = load_us - 1.3 * copy_us
+                report.goal(f"1 page at tp={tp}: us over 1.3x raw copy", excess, 30, at_most=True)
+    report.data["small"] = rows
+
+
+def measure_grid(report: Report, host: Host, raw: dict[str, float], budget_s: float) -> None:
+    rows: list[dict[str, Any]] = []
+    left_out, end = [], time.monotonic() + budget_s
+    page_sizes = (64, 32, 128, 256)
+    cases = [make(tokens) for tokens in page_sizes for make in (*map(_llama_of, (1, 2, 4, 8)), deepseek)]
+    for case in cases:
+        most = min(512, MAX_TRANSFER_BYTES // case.layout.page_bytes)
+        if time.monotonic() > end:
+            left_out.append(f"{case.name} {case.layout.page_tokens} tokens")
+            continue
+        with rig(host, case, most) as bench:
+            for num_pages in (1, 8, 64, 512):
+                count = min(num_pages, most)
+                row = {"case": case.name, "page_tokens": case.layout.page_tokens, "num_pages": count}
+                row["piece_bytes"] = case.piece_bytes
+                for direction in ("load", "offload"):
+                    seconds = bench.seconds(direction, count)
+                    row[direction] = case.piece_bytes * count / seconds / raw[direction]
+                rows.append(row)
+                if count < num_pages:
+                    break
+        last = rows[-1]
+        report.say(
+            f"{case.name:15} {case.layout.page_tokens:4} tokens, {last['num_pages']:4} pages of "
+            f"{case.piece_bytes >> 10:6} KiB: load {last['load']:.3f}, offload {last['offload']:.3f} of raw"
+        )
+    if left_out:
+        report.say(f"not measured within the budget: {', '.join(left_out)}")
+    report.data["grid"], report.data["grid_left_out"] = rows, left_out
+    for direction in ("load", "offload"):
+        large = [row[direction] for row in rows if row["piece_bytes"] >= 2 << 20 and _is_long(row)]
+        if large:
+            report.goal(f"{direction}, pieces >= 2 MiB: worst of raw", min(large), 0.95, at_most=False)
+        slices = [row for row in rows if row["case"] == "llama-8b tp=8" and row["page_tokens"] == 64]
+        if slices and _is_long(slices[-1]):
+            report.goal(f"{direction}, tp=8 slices of 1 MiB: of raw", slices[-1][direction], 0.91, at_most=False)
+
+
+def _llama_of(tp: int) -> Callable[[int], Case]:
+    return lambda page_tokens: llama(tp, page_tokens)
+
+
+def _is_long(row: dict[str, Any]) -> bool:
+    """Long enough that rates count and not latency: 256 MiB take 5 ms."""
+    return bool(row["piece_bytes"] * row["num_pages"] >= 256 << 20)
+
+
+def measure_beside(report: Report, host: Host) -> None:
+    rows = []
+    works = compute_loads()
+    for path in ("staged", "direct"):
+        with rig(host, llama(1, 64), 192, transfer=path) as bench:
+            for name, work in works.items():
+                for direction in ("load", "offload"):
+                    ratio, own = slowdown(work, bench, direction)
+                    rows.append(
+                        {"path": path, "work": name, "direction": direction, "slowdown": ratio, "own": own}
+                    )
+                    report.say(f"{name} beside a {direction}, {path}: {ratio:.3f}; the transfer itself {own:.2f}")
+                    if path == "staged":
+                        report.goal(f"{name} beside a {direction}", ratio, 1.04, at_most=True)
+    report.data["beside"] = rows
+
+
+def measure_released(report: Report, host: Host) -> None:
+    rows = []
+    with rig(host, llama(1, 64), 192, transfer="staged") as bench:
+        for num_pages in (8, 32, 192):
+            fractions = []
+            for _ in range(7):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                transfer = bench.offload(num_pages)
+                while not transfer.poll_released():
+                    pass
+                released_s = time.perf_counter() - start
+                while not transfer.poll():
+                    pass
+                fractions.append(released_s / (time.perf_counter() - start))
+            num_bytes, fraction = num_pages * bench.case.piece_bytes, statistics.median(fractions)
+            rows.append({"bytes": num_bytes, "fraction": fraction})
+            report.say(f"released after {fraction:.3f} of an offload of {num_bytes >> 20} MiB")
+            if num_pages == 32:
+                report.goal("released, offload of 256 MiB: part of it", fraction, 0.1, at_most=True)
+    report.data["released"] = rows
+
+
+def measure_checksum(report: Report, host: Host) -> None:
+    rows = []
+    for tp in (1, 8):
+        times: dict[tuple[bool, str], float] = {}
+        for checksum in (True, False):
+            with rig(host, llama(tp, 64), 128, transfer="staged", checksum=checksum) as bench:
+                for direction in ("load", "offload"):
+                    # Without checksums nothing verifies; only the time is looked at.
+                    bench.check = lambda transfer, num_pages: None  # type: ignore[method-assign]
+                    times[checksum, direction] = bench.seconds(direction, 128, repeats=9)
+        for direction in ("load", "offload"):
+            cost = times[True, direction] / times[False, direction] - 1
+            rows.append({"tp": tp, "direction": direction, "cost": cost})
+            report.say(f"checksum of a {direction} at tp={tp}: {cost:+.4f} of its time")
+            report.goal(f"checksum, {direction} at tp={tp}", cost, 0.02, at_most=True)
+    report.data["checksum"] = rows
+
+
+def measure_baselines(report: Report, host: Host, raw: dict[str, float]) -> None:
+    rows = []
+    ways: dict[str, dict[str, Any]] = {
+        "this library": {},
+        "torch indexing": {"kernels": "torch", "transfer": "staged"},
+        "a copy a piece": {"batched": False, "transfer": "staged"},
+        "direct kernel": {"transfer": "direct"},
+    }
+    for tp in (1, 8):
+        case, num_pages = llama(tp, 64), 64 * tp
+        num_pages = min(num_pages, 256)
+        for name, options in ways.items():
+            with rig(host, case, num_pages, **options) as bench:
+                row: dict[str, Any] = {"tp": tp, "way": name}
+                for direction in ("load", "offload"):
+                    row[direction] = case.piece_bytes * num_pages / bench.seconds(direction, num_pages)
+                    row[direction] /= raw[direction]
+                rows.append(row)
+                report.say(f"{name:15} tp={tp}: load {row['load']:.3f}, offload {row['offload']:.3f} of raw")
+    report.data["baselines"] = rows
+
+
+def measure_tune(report: Report, host: Host, raw: dict[str, float]) -> None:
+    """The constants of the package, one at a time, where they matter."""
+    rows = []
+    variants: list[dict[str, int]] = [{}]
+    variants += [{"segment_bytes": mib << 20} for mib in (4, 8, 32, 64)]
+    variants += [{"num_copy_streams": n} for n in (2, 3)]
+    variants += [{"program_bytes": kib << 10} for kib in (16, 64, 128)]
+    variants += [{"priority": 0}]
+    matmul = compute_loads()["matmul"]
+    for options in variants:
+        row: dict[str, Any] = {"options": options}
+        for tp, num_pages in ((1, 96), (8, 256)):
+            case = llama(tp, 64)
+            settings: dict[str, Any] = {"transfer": "staged", **options}
+            with rig(host, case, num_pages, **settings) as bench:
+                for direction in ("load", "offload"):
+                    rate = case.piece_bytes * num_pages / bench.seconds(direction, num_pages)
+                    row[f"{direction} tp={tp}"] = rate / raw[direction]
+                    if tp == 1:
+                        row[f"matmul {direction}"] = slowdown(matmul, bench, direction, repeats=5)[0]
+        rows.append(row)
+        numbers = ", ".join(f"{key} {value:.3f}" for key, value in row.items() if key != "options")
+        report.say(f"{options or 'as shipped'}: {numbers}")
+    report.data["tune"] = rows
+
+
+def machine() -> dict[str, Any]:
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    found["cuda"] = torch.version.cuda
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        found["triton"] = None
+    found["constants"] = {"segment_bytes": SEGMENT_BYTES, "inline_bytes": INLINE_BYTES, "staging": STAGING_BYTES}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    usual = ",".join(section for section in SECTIONS if section != "tune")
+    parser.add_argument("--sections", default=usual, help=f"some of {', '.join(SECTIONS)}; default {usual}")
+    parser.add_argument("--budget-s", type=float, default=120.0, help="begin no geometry of the grid after this")
+    arguments = parser.parse_args()
+    sections = arguments.sections.split(",")
+    unknown = set(sections) - set(SECTIONS)
+    if unknown:
+        parser.error(f"unknown sections {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if not torch.cuda.is_available():
+        print("bench_transfer needs a CUDA device; this machine shows none to torch", file=sys.stderr)
+        return 2
+    report = Report()
+    report.data["machine"] = machine()
+    report.say(" ".join(f"{key}={value}" for key, value in machine().items()))
+    raw = measure_raw(report)
+    host = Host(MAX_TRANSFER_BYTES + (256 << 20))
+    steps: dict[str, Callable[[], None]] = {
+        "small": lambda: measure_small(report, host),
+        "grid": lambda: measure_grid(report, host, raw, arguments.budget_s),
+        "beside": lambda: measure_beside(report, host),
+        "released": lambda: measure_released(report, host),
+        "checksum": lambda: measure_checksum(report, host),
+        "baselines": lambda: measure_baselines(report, host, raw),
+        "tune": lambda: measure_tune(report, host, raw),
+    }
+    for name, step in steps.items():
+        if name in sections:
+            start = time.monotonic()
+            step()
+            report.say(f"[{name}: {time.monotonic() - start:.0f} s]")
+            # Written after each section, so that a run that is cut short leaves what it has.
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(report.data, indent=1))
+    print()
+    print(f"{'what':48} {'here':>10} {'to reach':>12}  met")
+    for what, value, bound, met in report.lines:
+        print(f"{what:48} {value:>10} {bound:>12}  {met}")
+    return 0 if all(line[3] == "yes" for line in report.lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

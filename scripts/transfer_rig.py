@@ -1,0 +1,256 @@
+"""What transfer benchmarks share: geometries, pools of random bytes, clocks, and work to run beside them."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mlkv.kernels.cuda import STREAM_PRIORITY, CudaDevice
+from mlkv.kernels.host_pages import HostPages, PageBatch
+from mlkv.kernels.staged import StagedTransferEngine
+from mlkv.kernels.torch_kernels import TorchKernels
+from mlkv.layout import KVLayout, KVPool, RankSlice
+
+MAX_TRANSFER_BYTES = 2 << 30
+STAGING_BYTES = 256 << 20  # the default of the library's settings
+REPEATS = 5
+
+
+@dataclass
+class Case:
+    """One rank's part of a model: its geometry and a name for the table."""
+
+    name: str
+    layout: KVLayout
+    part: RankSlice
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.part.num_heads * self.layout.head_bytes
+
+
+def llama(tp: int, page_tokens: int) -> Case:
+    """Llama-3.1-8B: 32 layers, 8 KV heads of 128, bf16."""
+    layout = KVLayout.gqa(
+        num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, page_tokens=page_tokens
+    )
+    return Case(f"llama-8b tp={tp}", layout, RankSlice.of_rank(8, tp, 0))
+
+
+def deepseek(page_tokens: int) -> Case:
+    """DeepSeek-V3: 61 layers with a latent of 512 + 64, bf16."""
+    layout = KVLayout.mla(num_layers=61, latent_dim=576, dtype=torch.bfloat16, page_tokens=page_tokens)
+    return Case("deepseek mla", layout, RankSlice(0, 1, 1))
+
+
+class Host:
+    """Page-aligned host memory that all cases share, as the pool of the library would be."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, num_bytes)
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        self.bytes[::4096] = 1  # touch every page once, so that no copy pays for it
+
+    def pool(self, layout: KVLayout, num_pages: int) -> np.ndarray:
+        return self.bytes[: num_pages * layout.page_bytes]
+
+
+@dataclass
+class Rig:
+    """A case on the device, with an engine over as many pages as are moved at once."""
+
+    case: Case
+    engine: StagedTransferEngine[torch.cuda.Stream]
+    pool: KVPool
+    pages: PageBatch
+    slots: torch.Tensor
+
+    def offload(self, num_pages: int) -> Any:
+        return self.engine.offload(self.pages[:num_pages], self.slots[: num_pages * self.case.layout.page_tokens])
+
+    def load(self, num_pages: int) -> Any:
+        return self.engine.load(self.pages[:num_pages], self.slots[: num_pages * self.case.layout.page_tokens])
+
+    def seconds(self, direction: str, num_pages: int, repeats: int = REPEATS) -> float:
+        """Median time from the call until `poll` says that it is over, as a caller sees it."""
+        start_transfer = self.load if direction == "load" else self.offload
+        times = []
+        for _ in range(repeats + 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            transfer = start_transfer(num_pages)
+            while not transfer.poll():
+                pass
+            times.append(time.perf_counter() - start)
+            self.check(transfer, num_pages)
+        return statistics.median(times[1:])
+
+    def check(self, transfer: Any, num_pages: int) -> None:
+        if transfer.error is not None or getattr(transfer, "num_good", num_pages) != num_pages:
+            raise SystemExit(f"{self.case.name}: transfer of {num_pages} pages went wrong: {transfer.error}")
+
+
+@contextmanager
+def rig(
+    host: Host,
+    case: Case,
+    num_pages: int,
+    *,
+    kernels: str = "triton",
+    checksum: bool = True,
+    transfer: str = "auto",
+    batched: bool = True,
+    priority: int = STREAM_PRIORITY,
+    program_bytes: int | None = None,
+    staging_bytes: int = STAGING_BYTES,
+    **options: int,
+) -> Iterator[Rig]:
+    """A case with pools of random bytes and all of its pages stored once."""
+    from mlkv.kernels.triton_kernels import TritonKernels
+
+    layout, heads = case.layout, max(1, case.part.num_heads)
+    num_slots = num_pages * layout.page_tokens
+    views = []
+    for _ in range(layout.num_layers):
+        planes = []
+        for plane in layout.planes:
+            row = heads * plane.dim * plane.dtype.itemsize
+            raw = torch.randint(-(2**63), 2**63 - 1, (num_slots * row // 8,), device="cuda")
+            planes.append(raw.view(torch.uint8).view(plane.dtype).view(num_slots, 1, heads, plane.dim))
+        views.append(planes)
+    pool = KVPool(layout, views)
+    pages = HostPages(host.pool(layout, num_pages), layout, case.part, bytes(16), writes_identity=True)
+    if kernels == "torch":
+        moving: Any = TorchKernels(pool, case.part)
+    else:
+        sizes = {} if program_bytes is None else {"program_bytes": program_bytes}
+        moving = TritonKernels(pool, case.part, checksum=checksum, **sizes)
+    device = CudaDevice(pool.device, pages, moving, batched_copies=batched, priority=priority)
+    engine: StagedTransferEngine[torch.cuda.Stream] = StagedTransferEngine(
+        pool,
+        pages,
+        device,
+        staging_bytes=max(staging_bytes, case.piece_bytes),
+        max_tasks=64,
+        transfer=transfer,  # type: ignore[arg-type]
+        **options,
+    )
+    order = np.random.default_rng(1)
+    indices = order.permutation(num_pages).astype(np.int32)
+    keys = order.bytes(16 * num_pages)
+    batch = PageBatch(indices, keys, keys, np.arange(1, num_pages + 1, dtype=np.uint64))
+    # Pages lie anywhere in the pool, the tokens of a page in blocks of 16 neighbours.
+    blocks = torch.from_numpy(order.permutation(num_slots // 16))
+    slots = (blocks[:, None] * 16 + torch.arange(16)).flatten()
+    made = Rig(case, engine, pool, batch, slots)
+    try:
+        stored = made.offload(num_pages)
+        while not stored.poll():
+            time.sleep(0.001)
+        made.check(stored, num_pages)
+        yield made
+    finally:
+        torch.cuda.synchronize()
+        engine.close(30)
+
+
+def raw_seconds(num_bytes: int, direction: str, repeats: int = REPEATS) -> float:
+    """One pinned copy of this size, by device events."""
+    on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).random_()
+    on_device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    target, source = (on_device, on_host) if direction == "load" else (on_host, on_device)
+    times = []
+    for _ in range(repeats + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return float(statistics.median(times[1:]))
+
+
+def compute_loads() -> dict[str, Callable[[], None]]:
+    """What a model does, in three extremes."""
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    large = torch.randn(256 << 20, device="cuda", dtype=torch.bfloat16)
+
+    # Eight layers of an 8B model decoding a batch of 64: small matmuls over weights that do not fit the cache.
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+    shapes = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+    weights = [[torch.randn(s, device="cuda", dtype=torch.bfloat16) * 0.01 for s in shapes] for _ in range(8)]
+
+    def decode() -> None:
+        hidden = x
+        for qkv, o, up, down in weights:
+            attended = torch.nn.functional.rms_norm(hidden @ qkv, (6144,))[:, :4096]
+            hidden = hidden + attended @ o
+            gate, value = torch.nn.functional.rms_norm(hidden @ up, (28672,)).chunk(2, dim=-1)
+            hidden = hidden + (torch.nn.functional.silu(gate) * value) @ down
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        decode()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+
+    def matmul() -> None:
+        torch.mm(a, b, out=out)
+
+    def bandwidth() -> None:
+        large.mul_(1.0)
+
+    return {"matmul": matmul, "bandwidth": bandwidth, "decode graph": graph.replay}
+
+
+def device_seconds(work: Callable[[], None], count: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(count):
+        work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def slowdown(work: Callable[[], None], bench: Rig, direction: str, repeats: int = 7) -> tuple[float, float]:
+    """Time of the work beside a transfer over its time alone, and the transfer's own slowdown."""
+    num_pages = len(bench.pages)
+    alone_s = bench.seconds(direction, num_pages, repeats=2)
+    device_seconds(work, 20)
+    one_s = device_seconds(work, 50) / 50
+    count = max(4, int(0.6 * alone_s / one_s))  # over well before the transfer is
+    ratios, transfers = [], []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        without = device_seconds(work, count)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        transfer = bench.load(num_pages) if direction == "load" else bench.offload(num_pages)
+        time.sleep(0.001)
+        beside = device_seconds(work, count)
+        was_running = not transfer.poll()
+        while not transfer.poll():
+            pass
+        transfers.append((time.perf_counter() - start) / alone_s)
+        bench.check(transfer, num_pages)
+        if was_running:
+            ratios.append(beside / without)
+    return (statistics.median(ratios) if ratios else math.nan), statistics.median(transfers)
