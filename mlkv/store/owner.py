@@ -219,9 +219,8 @@ class Owner:
         if client.pidfd >= 0:
             os.close(client.pidfd)
         del self._clients[client.id]
-        if (
-            client.group is not None
-        ):  # else it only looked whether we are here, and our starter may still be to come
+        # One that never joined only looked whether we are here; our starter may still be to come.
+        if client.group is not None:
             self._leave_at = time.monotonic() + self._settings.linger_s
 
     def _close_silent(self) -> None:
@@ -245,8 +244,8 @@ class Owner:
     def _left(self) -> bool:
         """Whether the time has come to go, and the files are gone already.
 
-        Under the lock nobody else makes or removes the socket. A client that connects meanwhile without it is
-        either seen here, or finds its connection closed and starts over.
+        Under the lock nobody else makes or removes the socket. A client that connected just before without it
+        finds its connection closed, and starts over.
         """
         if self._settings.keep or self._clients or time.monotonic() < self._leave_at:
             return False
@@ -257,11 +256,9 @@ class Owner:
             return True
         if lock is None:
             return False  # somebody is about to connect, or to find that we are gone
-        newcomer = _readable_now(self._listener)
-        if not newcomer:
-            self._settings.socket_path.unlink(missing_ok=True)
-        lock.release(remove=not newcomer)
-        return not newcomer
+        self._settings.socket_path.unlink(missing_ok=True)
+        lock.release(remove=True)
+        return True
 
     def _remove_files(self) -> None:
         try:
@@ -271,12 +268,6 @@ class Owner:
             return
         self._settings.socket_path.unlink(missing_ok=True)
         lock.release(remove=True)
-
-
-def _readable_now(sock: socket.socket) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(sock, selectors.EVENT_READ)
-        return bool(selector.select(0))
 
 
 def _process_handle(sock: socket.socket, pid: int) -> tuple[int, str]:

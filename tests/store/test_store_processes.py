@@ -118,8 +118,9 @@ def test_engine_gets_no_child_to_wait_for(new_client: NewClient):
 def test_owner_runs_in_a_session_of_its_own(new_client: NewClient):
     client = new_client()
     assert os.getsid(client.owner_pid) not in (os.getsid(0), 0)
-    os.kill(client.owner_pid, signal.SIGINT)
-    assert client.call(Stats(), 10.0).clients == 1
+    for _ in range(3):  # an owner that stops would still answer what came together with the signal
+        os.kill(client.owner_pid, signal.SIGINT)
+        assert client.call(Stats(), 10.0).clients == 1
 
 
 def test_socket_that_a_killed_owner_left_is_replaced(new_client: NewClient, socket_path: Path):
