@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from mlkv import ConfigError
+from mlkv import ConfigError, MultiLevelCache
 from mlkv.integrations.vllm.metrics import MLKVPromMetrics, MLKVStats, StatsSource
 from mlkv.integrations.vllm.ranks import CentralScheduler, LocalRank, RemoteRank, StepOrders, make_worker_half
 from mlkv.integrations.vllm.scheduler import SchedulerSide
@@ -58,6 +58,11 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._scheduler.cache = self._worker.cache
             else:
                 self._central = CentralScheduler(self._settings, self._scheduler)
+
+    @classmethod
+    def local_caches(cls) -> list[MultiLevelCache]:
+        """The caches of the engines whose scheduler and worker live in this process."""
+        return [worker.cache for worker in cls._local.values()]
 
     def _find_worker(self) -> LocalRank:
         worker = self._local.get(self._settings.engine)
@@ -167,10 +172,11 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._side.finished(request, block_ids[0])
+        loaded_tokens = self._side.finished(request, block_ids[0])
         if self._drains and not self._side.num_live and isinstance(self._worker, LocalRank):
             self._worker.drain()
-        return False, None
+        # Told with the answer; blocks that are still being read have references of their own.
+        return False, {"mlkv_loaded_tokens": loaded_tokens} if loaded_tokens else None
 
     def has_pending_block_frees(self) -> bool:
         return self._side.holds_blocks

@@ -44,6 +44,7 @@ class _Tracked:
         keyless: without token ids there are no keys.
         computed: tokens on the device when it looked up.
         load_blocks: those that the load in flight fills.
+        loaded_tokens: by its first load.
         stored_tokens: from the front, known to be stored or on their way.
         valid_tokens: set between a failed load and vLLM's taking notice: from here on the KV is not to be trusted.
         stale: some of its KV is from before the cache was cleared.
@@ -56,6 +57,7 @@ class _Tracked:
     computed: int = 0
     hit: Hit = field(default_factory=lambda: Hit(0))
     load_blocks: list[int] = field(default_factory=list)
+    loaded_tokens: int = 0
     stored_tokens: int = 0
     load_failed: bool = False
     valid_tokens: int | None = None
@@ -194,11 +196,14 @@ class SchedulerSide:
         for request_id in done:
             del self._prefilling[request_id]
 
-    def finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """vLLM ends the request, for whatever reason, and frees its blocks right after this."""
+    def finished(self, request: Request, block_ids: Sequence[int]) -> int:
+        """vLLM ends the request, for whatever reason, and frees its blocks right after this.
+
+        Returns how many of its tokens were loaded rather than computed, the first time it ran.
+        """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
-            return
+            return 0
         self._prefilling.pop(request.request_id, None)
         if tracked.look is _Look.LOADING:
             # vLLM keeps the blocks until it is told that the load is over.
@@ -206,7 +211,7 @@ class SchedulerSide:
             self._by_name.pop(tracked.name)
             self._aborted[tracked.name] = request.request_id
             self.cache.abort(tracked.name)
-            return
+            return 0
         self._forget_hit(tracked)
         # The newest token was sampled but not run through the model, so it has no KV.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -214,6 +219,7 @@ class SchedulerSide:
             num_tokens = min(num_tokens, tracked.valid_tokens)
         if self._settings.stores and not tracked.stale:
             self._store(tracked, min(num_tokens, len(block_ids) * self._block_tokens), block_ids)
+        return tracked.loaded_tokens
 
     def clear(self) -> None:
         """Forget what is cached. What running requests have computed so far will not be stored."""
@@ -282,6 +288,8 @@ class SchedulerSide:
         tracked = self._by_name.pop(name)
         tracked.look = _Look.DONE
         tracked.stored_tokens = num_tokens
+        if not tracked.loaded_tokens:
+            tracked.loaded_tokens = max(0, num_tokens - tracked.computed)
         outcome.received.add(tracked.request.request_id)
         good = max(0, num_tokens - tracked.computed) // self._block_tokens
         outcome.bad_blocks.update(tracked.load_blocks[good:])
