@@ -212,7 +212,10 @@ def test_owner_leaves_nothing_behind_when_its_last_client_is_gone(new_client: Ne
 def test_owner_lingers_as_long_as_told(new_client: NewClient):
     first = new_client(linger_s=60.0)
     first.call(Reserve(chain("a")), 10.0)
+    descriptors = Path(f"/proc/{first.owner_pid}/fd")
+    num_open = len(os.listdir(descriptors))
     first.close()
+    eventually(lambda: len(os.listdir(descriptors)) < num_open, "the owner has seen its last client go")
     second = new_client()
     assert second.owner_pid == first.owner_pid
     second.close()
