@@ -8,6 +8,19 @@
 
 from __future__ import annotations
 
-from mlkv.integrations.vllm.connector import MLKVConnector
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlkv.integrations.vllm.connector import MLKVConnector
+
+
+def __getattr__(name: str) -> object:
+    # vLLM is imported when it asks for its connector, so that parts of this package can be used without it.
+    if name != "MLKVConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from mlkv.integrations.vllm.connector import MLKVConnector
+
+    return MLKVConnector
+
 
 __all__ = ["MLKVConnector"]

@@ -224,8 +224,8 @@ class SchedulerSide:
     def clear(self) -> None:
         """Forget what is cached. What running requests have computed so far will not be stored."""
         for tracked in self._tracked.values():
-            self._forget_hit(tracked)
             if tracked.look in (_Look.ASKED, _Look.HIT):
+                self._forget_hit(tracked)
                 tracked.look = _Look.NOT_YET
             tracked.stale = tracked.stale or tracked.request.num_computed_tokens > 0
             tracked.stored_tokens = 0
