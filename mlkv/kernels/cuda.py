@@ -58,7 +58,11 @@ class CudaDevice:
         self._device = device
         self._priority = priority
         self._memory = PinnedMemory(
-            host.address, host.pages.nbytes, CudaRegistrar(library, device), progress=on_pinned
+            host.address,
+            host.pages.nbytes,
+            CudaRegistrar(library, device),
+            unit_bytes=host.layout.page_bytes,
+            progress=on_pinned,
         )
         # Batches are for pinned memory only.
         self._copies = CopyEngine(library, batched=batched_copies and self._memory.is_pinned)

@@ -63,6 +63,8 @@ class PinnedMemory:
 
     Args:
         address, num_bytes: the memory; the address a multiple of the system's page size.
+        unit_bytes: what is copied in one go lies within one multiple of this. The driver refuses a copy that
+            touches two registrations, so a piece holds whole units.
         progress: called with (bytes registered, `num_bytes`) after each piece.
     """
 
@@ -72,12 +74,14 @@ class PinnedMemory:
         num_bytes: int,
         registrar: Registrar,
         *,
+        unit_bytes: int = 1,
         piece_bytes: int = PIECE_BYTES,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._registrar = registrar
         self._pieces: list[int] = []
         self.is_pinned = True
+        piece_bytes = max(1, piece_bytes // unit_bytes) * unit_bytes
         starts = range(0, num_bytes, piece_bytes)
         refusals = []
         with ThreadPoolExecutor(_NUM_THREADS, "mlkv-pin") as threads:

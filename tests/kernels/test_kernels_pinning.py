@@ -51,6 +51,15 @@ def test_pieces_cover_the_memory_exactly_and_progress_is_told() -> None:
     assert not memory.is_pinned
 
 
+@pytest.mark.parametrize(("unit_bytes", "first"), [(1, 300), (7, 294), (100, 300), (250, 250), (400, 400)])
+def test_no_unit_lies_in_two_registrations(unit_bytes: int, first: int) -> None:
+    driver = Driver()
+    PinnedMemory(4096, 1000, driver, unit_bytes=unit_bytes, piece_bytes=300)
+    assert driver.registered[4096] == first
+    assert sum(driver.registered.values()) == 1000
+    assert all((address - 4096) % unit_bytes == 0 for address in driver.registered)
+
+
 @pytest.mark.parametrize("refuse_call", [1, 2, 5, 10])
 def test_a_refused_piece_rolls_back_the_others_and_warns_once(
     refuse_call: int, caplog: pytest.LogCaptureFixture
