@@ -2,6 +2,7 @@
 
 from mlkv.dist.agreement import Agreed, Agreement
 from mlkv.dist.protocol import Decision, Mark, Master, Member, Progress, Stream, TaskFailure
+from mlkv.dist.rendezvous import init_process_group
 from mlkv.dist.replica import Place, Replica
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "Replica",
     "Stream",
     "TaskFailure",
+    "init_process_group",
 ]

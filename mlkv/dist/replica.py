@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mlkv.dist.rendezvous import warn_of_stale_addresses
 from mlkv.errors import ConfigError
 
 DEFAULT_DEADLINE_S = 60.0
@@ -70,6 +71,7 @@ class Replica:
         rows = self._all_rows([here.host, here.pid, secrets.randbits(63)])
         self.places = tuple(Place(host, pid) for host, pid, _ in rows)
         self.session = rows[0][2]
+        self._names: dict[str, int] = {}
 
     @classmethod
     def single(cls) -> Replica:
@@ -91,6 +93,7 @@ class Replica:
             return cls.single()
         own = dist.get_rank() // tp
         group = None
+        warn_of_stale_addresses()
         for index in range(dp):
             # Every rank of the world must take part in making every group.
             made = dist.new_group(
@@ -110,6 +113,7 @@ class Replica:
         A Gloo group of its own is made for them, so that mlkv's messages never meet the engine's.
         """
         ranks = dist.get_process_group_ranks(group)
+        warn_of_stale_addresses()
         own = dist.new_group(ranks, backend="gloo", timeout=_timeout(deadline_s), use_local_synchronization=True)
         rank = ranks.index(dist.get_rank())
         return cls(own, global_ranks=ranks, rank=rank, deadline_s=deadline_s, place=place)
@@ -145,6 +149,11 @@ class Replica:
     def neighbours(self) -> tuple[int, ...]:
         """The group ranks of this rank's host, itself included, ascending."""
         return next(ranks for ranks in self.host_ranks if self.rank in ranks)
+
+    def unique_name(self, use: str) -> str:
+        """For keys in the job's store: another one at each call, equal on ranks that make the same calls."""
+        self._names[use] = self._names.get(use, 0) + 1
+        return f"mlkv/{self.session:x}/{use}{self._names[use]}"
 
     def min_int(self, value: int) -> int:
         """The smallest `value` (a signed 64-bit integer) over the ranks. Collective over the replica."""

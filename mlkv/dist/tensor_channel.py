@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from mlkv.dist.channel import Channel, Decider
 from mlkv.dist.patience import Patience
@@ -49,24 +49,35 @@ class TensorExchange:
     def __init__(self, replica: Replica, teams: Sequence[Sequence[int]], *, late: bool) -> None:
         leaders = [team[0] for team in teams]
         self._replica = replica
-        # A group of its own, because an exchange may be under way while the replica's group is used.
-        self._group = dist.new_group(
-            [replica.global_ranks[rank] for rank in leaders],
-            backend="gloo",
-            timeout=datetime.timedelta(seconds=replica.deadline_s),
-            use_local_synchronization=True,
-        )
         self._teams = teams
         self._own = own = leaders.index(replica.rank)
+        # A group of its own, because an exchange may be under way while the replica's group is used. Not made by
+        # `dist.new_group`: its names count the groups that a rank is in, which may differ between leaders.
+        store = PrefixStore(f"{replica.unique_name('tensor')}/", _get_default_store())
+        timeout = datetime.timedelta(seconds=replica.deadline_s)
+        self._group: Any = dist.ProcessGroupGloo(store, own, len(leaders), timeout)
         self._late = late
         self._note_at = _HEAD_WORDS + max(map(len, teams)) * _REPORT_WORDS
         words = self._note_at + NOTE_ROOM_BYTES // 8
-        self._row = np.zeros(words, np.int64)
-        self._rows = np.zeros((len(teams), words), np.int64)
+        row, rows = np.zeros(words, np.int64), np.zeros((len(teams), words), np.int64)
+        # Views that index and slice several times as fast as numpy's.
+        self._row, self._rows = row.data, rows.reshape(-1).data
+        self._row_bytes, self._rows_bytes = self._row.cast("B"), self._rows.cast("B")
+        self._row_starts = range(0, len(teams) * words, words)
+        self._report_starts = [0] * replica.size  # in bytes, by group rank
+        for start, team in zip(self._row_starts, teams, strict=True):
+            for place, rank in enumerate(team):
+                self._report_starts[rank] = 8 * (start + _HEAD_WORDS) + place * REPORT_BYTES
+        self._packed = b""
         self._note = b""
         self._verdicts = Verdicts(replica, leaders)
         self._suspect = leaders[1 if own == 0 else 0]  # who it was a collective does not tell; see Verdicts
-        gather = _bind_all_gather(self._group, self._row, self._rows)
+        # Called once a step with the same tensors, so they are made once.
+        source, targets = [torch.from_numpy(row)], [[torch.from_numpy(each) for each in rows]]
+
+        def gather() -> Any:
+            return self._group.allgather(targets, source)
+
         self._gather: _Inline | _Behind = _Behind(gather) if late else _Inline(gather)
 
     def exchange(self, step: int, reports: Sequence[bytes], decider: Decider) -> bytes:
@@ -86,29 +97,29 @@ class TensorExchange:
         self._verdicts.close()
 
     def _start(self, step: int, reports: Sequence[bytes], decider: Decider) -> None:
-        self._note = decider.note() if self._own == 0 else b""
-        inline = self._note if len(self._note) <= NOTE_ROOM_BYTES else b""
-        row = self._row.view(np.uint8)
-        self._row[0], self._row[1] = step, len(self._note)
-        packed = b"".join(reports)
-        row[8 * _HEAD_WORDS : 8 * _HEAD_WORDS + len(packed)] = np.frombuffer(packed, np.uint8)
-        if inline:
-            row[8 * self._note_at : 8 * self._note_at + len(inline)] = np.frombuffer(inline, np.uint8)
+        self._note = note = decider.note() if self._own == 0 else b""
+        self._row[0], self._row[1] = step, len(note)
+        packed = reports[0] if len(reports) == 1 else b"".join(reports)
+        if packed != self._packed:
+            self._packed = packed
+            self._row_bytes[8 * _HEAD_WORDS : 8 * _HEAD_WORDS + len(packed)] = packed
+        if 0 < len(note) <= NOTE_ROOM_BYTES:
+            self._row_bytes[8 * self._note_at : 8 * self._note_at + len(note)] = note
         self._gather.start()
 
     def _finish(self, step: int, decider: Decider) -> bytes:
         self._wait(step, self._gather, "its words")
-        steps, note_bytes = self._rows[:, 0].tolist(), int(self._rows[0, 1])
-        for index, reached in enumerate(steps):
-            if reached != step:
-                return decider.refuse(step, self._teams[index][0], f"it is at step {reached}, others at {step}")
-        reports = [b""] * self._replica.size
-        for team, row in zip(self._teams, self._rows, strict=True):
-            packed = row[_HEAD_WORDS : self._note_at].tobytes()
-            for place, rank in enumerate(team):
-                reports[rank] = packed[place * REPORT_BYTES : (place + 1) * REPORT_BYTES]
+        rows, rows_bytes = self._rows, self._rows_bytes
+        for index, start in enumerate(self._row_starts):
+            if rows[start] != step:
+                why = f"it is at step {rows[start]}, others at {step}"
+                return decider.refuse(step, self._teams[index][0], why)
+        reports = [bytes(rows_bytes[start : start + REPORT_BYTES]) for start in self._report_starts]
+        note_bytes = rows[1]
+        if not note_bytes:
+            return decider.decide(step, reports, b"")
         if note_bytes <= NOTE_ROOM_BYTES:
-            note = self._rows[0, self._note_at :].tobytes()[:note_bytes]
+            note = bytes(rows_bytes[8 * self._note_at : 8 * self._note_at + note_bytes])
         else:
             note = self._fetch_note(step, note_bytes)
         return decider.decide(step, reports, note)
@@ -120,10 +131,7 @@ class TensorExchange:
             words.view(np.uint8)[:note_bytes] = np.frombuffer(self._note, np.uint8)
         tensor = torch.from_numpy(words)
 
-        def broadcast() -> Any:
-            return dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
-
-        message = _Inline(broadcast)
+        message = _Inline(lambda: self._group.broadcast(tensor, 0))
         message.start()
         self._wait(step, message, "the rest of its facts")
         return words.tobytes()[:note_bytes]
@@ -229,11 +237,3 @@ class TensorChannel(Channel):
 
     def close(self) -> None:
         self._exchange.close()
-
-
-def _bind_all_gather(
-    group: dist.ProcessGroup, row: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-) -> Callable[[], Any]:
-    """Called once a step with the same tensors, so they are made once; `dist.all_gather` checks them each time."""
-    source, targets = [torch.from_numpy(row)], [[torch.from_numpy(each) for each in rows]]
-    return lambda: group.allgather(targets, source)

@@ -33,7 +33,7 @@ class Verdicts:
     def __init__(self, replica: Replica, participants: Sequence[int]) -> None:
         self._replica = replica
         self._participants = tuple(participants)
-        self._prefix = f"mlkv/{replica.session:x}/{replica.global_ranks[0]}"
+        self._prefix = f"mlkv/{replica.session:x}/verdict"
         self._store = _get_default_store() if dist.is_initialized() else None
         self._processes = Processes(replica)
         self._look_at = 0.0
