@@ -86,7 +86,7 @@ def _ranks_equal(plan: JobPlan, ranks: Sequence[RankResult]) -> Audit:
             if getattr(by_rank[rank], what) != getattr(by_rank[master], what):
                 return Audit("ranks_equal", False, f"{what} of rank {rank} is not that of rank {master}")
     steps = sum(by_rank[replica * plan.tp].steps for replica in range(plan.dp))
-    return Audit("ranks_equal", True, f"results of {steps} cache steps, and all outputs, on {plan.tp} ranks each")
+    return Audit("ranks_equal", True, f"results of {steps} cache steps, and all outputs, on every rank")
 
 
 def _pages_conserved(replicas: Sequence[ReplicaResult]) -> Audit:

@@ -151,12 +151,15 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     """The table that a person reads."""
     world, model, settings = report["world"], report["model"], report["settings"]
     tokens, before, ttft = report["tokens"], report["tokens_off"], report["ttft_s"]
-    table = Table(
-        title=f"{model['name']} ({model['dtype']}), tp={world['tp']} dp={world['dp']}, "
-        f"{world['backend']} on {world['device']}: {len(report['requests'])} requests, "
-        f"device pool of {settings['device_pool_tokens']} tokens",
-        title_justify="left",
+    console.print(
+        f"{model['name']} in {model['dtype']}, tp={world['tp']} dp={world['dp']}, {world['backend']} on "
+        f"{world['device']}: {len(report['requests'])} requests, device pool of "
+        f"{settings['device_pool_tokens']:,} tokens",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
     )
+    table = Table()
     table.add_column("")
     for name in ("cache off", "cache on", "on / off"):
         table.add_column(name, justify="right")
