@@ -67,7 +67,9 @@ def run(task: dict[str, Any], progress: Path) -> dict[str, Any]:
             "kv_connector_extra_config": task.get("extra", {}),
         }
     llm = LLM(**options)
-    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=task.get("new_tokens", NEW_TOKENS), ignore_eos=True, detokenize=False
+    )
 
     def answer(prompts: list[list[int]]) -> list[list[int]]:
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
