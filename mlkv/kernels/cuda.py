@@ -119,6 +119,8 @@ class CudaDevice:
 
     def run_thread(self, loop: Callable[[], None]) -> None:
         with torch.cuda.device(self._device):
+            # A thread begins without a context, which the driver's copies need; any runtime call brings it.
+            self.current_stream().query()
             loop()
 
     def close(self) -> None:

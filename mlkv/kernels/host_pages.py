@@ -22,7 +22,7 @@ class PageBatch:
         parents: `16 * n` bytes, the key of the page before each; only offloads need it, loads may leave it empty.
         generations: uint64 `[n]`, which write of the page is meant.
 
-    Raises ValueError when the lengths do not agree.
+    Raises ValueError for other types and for lengths that do not agree.
     """
 
     indices: npt.NDArray[np.int32]
@@ -32,6 +32,11 @@ class PageBatch:
 
     def __post_init__(self) -> None:
         n = len(self.indices)
+        if self.indices.dtype != np.int32 or self.generations.dtype != np.uint64:
+            raise ValueError(
+                f"page batch wants int32 indices and uint64 generations, got {self.indices.dtype} and "
+                f"{self.generations.dtype}"
+            )
         if len(self.keys) != 16 * n or len(self.parents) not in (0, 16 * n) or len(self.generations) != n:
             raise ValueError(
                 f"page batch of {n} indices has {len(self.keys)} bytes of keys, {len(self.parents)} of parents "
@@ -96,7 +101,8 @@ class HostPages:
 
     def check(self, batch: PageBatch) -> None:
         """Raise ValueError when a page lies outside the pool."""
-        if len(batch) and not 0 <= int(batch.indices.min()) <= int(batch.indices.max()) < self.num_pages:
+        # As unsigned numbers, so that negative ones are too large as well.
+        if len(batch) and int(batch.indices.view(np.uint32).max()) >= self.num_pages:
             raise ValueError(f"page indices must be in [0, {self.num_pages}), got {batch.indices.tolist()}")
 
     def run_addresses(self, batch: PageBatch) -> npt.NDArray[np.int64]:

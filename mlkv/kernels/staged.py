@@ -306,25 +306,29 @@ class _Load(_Task[S], LoadTransfer):
     def __init__(self, engine: StagedTransferEngine[S], direction: _Direction[S], pages: PageBatch) -> None:
         super().__init__(engine, direction, pages)
         self.num_good = 0
+        self._num_identified = 0
         self._expected = np.empty((0, 0), np.uint64)
 
     @torch.inference_mode()
     def run(self) -> None:
-        device, direction, kernel = self._device, self.direction, self._device.kernels.scatter
-        num_identified = self._host.num_identified(self.pages)
-        self.pages = self.pages[:num_identified]
-        if not num_identified:
-            self._done_events = ()
-            return
-        self._expected = self._host.expected_sums(self.pages)
-        heads, head_bytes = self._host.rank_slice.num_heads, self._pool.layout.head_bytes
-        slots, sums = self._prepare(heads)
+        slots, sums = self._prepare(self._host.rank_slice.num_heads)
         if self.path == "direct":
-            self._done_events = (self._run_direct(kernel, slots, sums),)
-            return
+            events: tuple[Event, ...] = (self._run_direct(self._device.kernels.scatter, slots, sums),)
+        else:
+            events = self._run_staged(slots, sums)
+        # Read while the device copies. Pages that are not the ones meant are copied as well, rare as they are:
+        # nobody attaches them.
+        self._num_identified = self._host.num_identified(self.pages)
+        self._expected = self._host.expected_sums(self.pages)
+        self._done_events = events
+
+    def _run_staged(self, slots: torch.Tensor, sums: torch.Tensor) -> tuple[Event, ...]:
+        device, direction, kernel = self._device, self.direction, self._device.kernels.scatter
+        heads, head_bytes = self._host.rank_slice.num_heads, self._pool.layout.head_bytes
         assert direction.ring is not None
         addresses = self._host.run_addresses(self.pages)
         stream = direction.kernel_stream
+        busy: tuple[Event, ...] = ()
         for at, (part, part_slots) in enumerate(self._chunks()):
             segment, copier = direction.ring.take(), direction.copy_streams[at % len(direction.copy_streams)]
             for event in segment.busy:
@@ -335,15 +339,14 @@ class _Load(_Task[S], LoadTransfer):
             device.wait(stream, device.record(copier))
             slices = segment.memory[: num_pages * direction.run_bytes].view(num_pages, heads, head_bytes)
             device.launch(stream, partial(kernel, slots[part_slots], slices, sums[part]))
-            segment.busy = (device.record(stream),)
-        self._done_events = segment.busy
+            busy = segment.busy = (device.record(stream),)
+        return busy  # the kernel stream is in order: the last scatter is over last
 
     def _complete(self) -> None:
-        if self._sums is None:
-            # Nothing was copied: no page was the one meant, or this rank has no heads to copy.
-            self.num_good = 0 if self._host.read_bytes else self._host.num_identified(self.pages)
+        if self._sums is None:  # this rank has no heads to copy
+            self.num_good = self._host.num_identified(self.pages)
         else:
-            self.num_good = num_verified(self._expected, self._found_sums())
+            self.num_good = min(self._num_identified, num_verified(self._expected, self._found_sums()))
 
 
 class _Offload(_Task[S], OffloadTransfer):

@@ -350,6 +350,25 @@ def test_slots_are_released_once_gathered_and_may_then_change(site: Site, monkey
     assert finish_load(site.engine, batch([0]), torch.arange(4)) == (1, None)
 
 
+def test_slots_are_not_released_before_the_last_of_them_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(staging_bytes=LAYOUT.payload_bytes)  # a page at a time
+    gathered, latch, real = [], Latch(), cpu.gather
+
+    def held(*args: object) -> None:
+        gathered.append(args)
+        if len(gathered) == 3:
+            latch.wait()
+        real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cpu, "gather", held)
+    offload = site.engine.offload(batch([0, 2, 3]), torch.arange(12))
+    assert latch.reached.wait(20)
+    assert not offload.poll_released()
+    latch.open()
+    wait_until(offload.poll)
+    assert offload.poll_released()
+
+
 def test_nothing_is_attached_before_it_verified(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     latch = hold(monkeypatch, "payload_checksums", after=True)
     load = site.engine.load(site.pages, site.free_slots)
@@ -496,6 +515,8 @@ def test_a_load_refuses_slots_below_minus_one(site: Site) -> None:
 def test_a_batch_with_lengths_that_differ_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes a page"):
         PageBatch(np.zeros(2, np.int32), bytes(16), b"", np.zeros(2, np.uint64))
+    with pytest.raises(ValueError, match="int32 indices"):
+        PageBatch(np.zeros(1, np.int64), bytes(16), b"", np.zeros(1, np.uint64))  # type: ignore[arg-type]
 
 
 def test_an_engine_that_cannot_work_is_refused() -> None:

@@ -217,11 +217,13 @@ def test_slots_are_released_once_gathered_whatever_the_copies_do() -> None:
         np.testing.assert_array_equal(site.payload(index), expected[index])
 
 
-def test_a_load_into_nothing_copies_nothing() -> None:
+def test_a_page_of_somebody_else_is_a_miss() -> None:
     site = Site()
-    load = site.engine.load(batch([3]), torch.arange(4))  # poisoned header
-    assert load.poll()
-    assert (load.num_good, load.error) == (0, None)
+    site.store([3], torch.arange(4))
+    for pages, num_good in ((batch([2]), 0), (batch([3], generation=8), 0), (batch([3]), 1)):
+        load = site.engine.load(pages, torch.arange(4))
+        site.device.run_until(load.poll, site.order)
+        assert (load.num_good, load.error) == (num_good, None)
 
 
 def test_a_bad_page_ends_the_good_prefix() -> None:
