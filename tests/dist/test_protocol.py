@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlkv.dist import Decision, Mark, Master, Member, Progress, Stream, TaskFailure
-from mlkv.dist.protocol import MAX_FAILURES
+from mlkv.dist.protocol import MAX_FAILURES, REPORT_BYTES
 from mlkv.errors import AgreementError, MasterFailed, RanksDiverged
 
 
@@ -217,3 +217,56 @@ def test_any_story_pops_each_task_once_in_order_when_all_ranks_finished(size: in
         for number in expected:
             goods = [good for good in finished[mark, number].values() if good is not None]
             assert group.failures.get((mark, number)) == (min(goods) if goods else None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(story=actions)
+def test_the_quick_report_is_the_full_one(story: list[tuple]) -> None:
+    quick, full = Member(0), Member(0)
+    submitted = {Stream.LOADS: 0, Stream.OFFLOADS: 0}
+    for action in [*story, ("step",), ("step",), ("step",)]:
+        if action[0] == "submit":
+            submitted[action[1]] = quick.record(action[1], b"x", "t")
+            full.record(action[1], b"x", "t")
+        elif action[0] == "finish":
+            _, _, mark, number, num_good = action
+            if number <= submitted[mark.stream]:
+                quick.finish(mark, number, num_good)
+                full.finish(mark, number, num_good)
+        else:
+            progress = full.progress()
+            assert quick.report() == progress.pack()
+            assert quick.step == progress.step
+            assert Progress.unpack(progress.step, progress.pack()) == progress
+            assert Progress.from_words(progress.to_words()) == progress
+
+
+@pytest.mark.parametrize("report", [b"", bytes(REPORT_BYTES - 8), b"\xff" * REPORT_BYTES])
+def test_bytes_that_are_no_report_are_refused(report: bytes) -> None:
+    with pytest.raises(ValueError, match="report"):
+        Progress.unpack(1, report)
+
+
+def test_a_late_member_applies_the_decision_of_the_step_before() -> None:
+    member = Member(0, late=True)
+    member.record(Stream.LOADS, b"x", "first")
+    member.finish(Mark.LOADED, 1)
+    member.progress()
+    member.record(Stream.LOADS, b"x", "second")
+    member.finish(Mark.LOADED, 2)
+    member.progress()
+    assert member.apply(Decision(1, (1, 0, 0)))[Mark.LOADED] == range(1, 2)
+    assert member.describe_newest() == "loads[2]=second"
+    member.progress()
+    assert member.apply(Decision(2, (2, 0, 0)))[Mark.LOADED] == range(2, 3)
+
+
+@pytest.mark.parametrize("decision", [Decision(2, (1, 0, 0)), Decision(1, (2, 0, 0)), Decision(0)])
+def test_a_late_member_refuses_what_does_not_follow_from_the_step_before(decision: Decision) -> None:
+    member = Member(0, late=True)
+    for number in (1, 2):
+        member.record(Stream.LOADS, b"x", "t")
+        member.finish(Mark.LOADED, number)
+        member.progress()
+    with pytest.raises(AgreementError):
+        member.apply(decision)
