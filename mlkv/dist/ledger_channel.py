@@ -46,7 +46,8 @@ class HostLedger:
         self._ledger = _open_everywhere(replica)
         self._processes = Processes(replica)
         self._deadline_s = replica.deadline_s
-        spins = spins_for(len(self._ranks))
+        # Under torchrun other replicas may keep cores of this host busy as well.
+        spins = spins_for(max(len(self._ranks), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
         self._spins = spins
         self._quick_polls = min(_QUICK_POLLS, spins)
         self._last_report: bytes | None = None
