@@ -281,8 +281,8 @@ class MultiLevelCache:
 
     @property
     def counters(self) -> CacheStats:
-        """The counters of `stats` as they stand, cheap enough for every step; costs of agreement are left out."""
-        return dataclasses.replace(self._lifecycle.stats)
+        """The counters of `stats` but the costs of agreement; live, only to be read, cheap enough for every step."""
+        return self._lifecycle.stats
 
     def stats(self) -> CacheStats:
         """Counters of this rank so far."""

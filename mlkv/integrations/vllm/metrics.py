@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -41,19 +42,23 @@ class MLKVStats(KVConnectorStats):  # type: ignore[misc]
         return not any(self.data.values())
 
 
+_values_of = operator.attrgetter(*_COUNTERS)
+
+
 class StatsSource:
     """Turns the cache's growing counters into increases."""
 
     def __init__(self) -> None:
-        self._last = dict.fromkeys(_COUNTERS, 0)
+        self._last: tuple[int, ...] = (0,) * len(_COUNTERS)
 
     def take(self, counters: CacheStats) -> MLKVStats | None:
         """What was counted since the last call, if anything."""
-        current = {name: getattr(counters, name) for name in _COUNTERS}
-        if current == self._last:
+        values = _values_of(counters)
+        if values == self._last:
             return None
-        last, self._last = self._last, current
-        return MLKVStats(data={name: value - last[name] for name, value in current.items()})
+        increases = {name: now - then for name, now, then in zip(_COUNTERS, values, self._last, strict=True)}
+        self._last = values
+        return MLKVStats(data=increases)
 
 
 class MLKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
