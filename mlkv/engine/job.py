@@ -44,9 +44,6 @@ DRAIN_DEADLINE_S = 60.0
 REPLICAS_DEADLINE_S = 1800.0
 """For the other replicas to finish, before the store that all of them share is counted."""
 
-NOISE_CHUNK_DIVISOR = 3
-"""The run that measures noise computes chunks of this part of the others' tokens."""
-
 _WARM_UP_TOKENS = 192
 
 
@@ -126,7 +123,7 @@ class Rank:
         return MultiLevelCache(config, layout, pool, self.replica)
 
     def _engine(self, pages: DevicePages, cache: MultiLevelCache | None, phase: str) -> Engine:
-        chunk = self.plan.max_batch_tokens // (NOISE_CHUNK_DIVISOR if phase == "noise" else 1)
+        chunk = self.plan.noise_batch_tokens if phase == "noise" else self.plan.max_batch_tokens
         record = not self.plan.exact and self.replica.is_master
         return Engine(
             self.model,

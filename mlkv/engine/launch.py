@@ -32,16 +32,7 @@ from mlkv.engine.processes import (
 from mlkv.errors import AgreementError, ConfigError, MLKVError
 
 if TYPE_CHECKING:
-    from mlkv.engine.model import Geometry
     from mlkv.engine.plan import JobPlan, RankError
-    from mlkv.engine.tokenizer import Tokenizer
-    from mlkv.engine.workload import Ask
-
-MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 4096}
-"""Tokens computed in a step: on a CPU half a second of work, on a GPU enough to keep it busy."""
-
-CONCURRENCY = 2
-"""Requests of a replica in flight at once."""
 
 LINE_COLUMNS = 110
 """Of the report where there is no terminal that says how wide it is."""
@@ -101,7 +92,7 @@ def run_main_job(options: Options, console: Console) -> int:
         check_port(options.port)
     with ExitStack() as stack:
         folder = _run_folder(stack)
-        plan = make_plan(options, folder, console)
+        plan = _plan(options, folder, console)
         report = _run(plan, options.port, console)
     from mlkv.engine.report import print_report
 
@@ -126,29 +117,10 @@ def _run_folder(stack: ExitStack) -> Path:
     return folder
 
 
-# -- before the ranks start ---------------------------------------------------------------------------------
-
-
-def make_plan(options: Options, folder: Path, console: Console) -> JobPlan:
-    """Find the model, read or make the requests, size the pools. Raises ConfigError for whatever cannot work."""
+def _plan(options: Options, folder: Path, console: Console) -> JobPlan:
+    """Everything that can be wrong is found here, before a rank is started."""
     with console.status("importing torch and transformers"):
-        from mlkv import MLKVConfig
-        from mlkv.engine.model import DTYPES, check_model
-        from mlkv.engine.plan import JobPlan, Model
-        from mlkv.engine.prompts import read_prompts
-        from mlkv.engine.source import prepare_model
-    asks = None if options.prompts is None else read_prompts(options.prompts)
-    device = _device(options)
-    dtype = options.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    # What the ranks will set; wrong MLKV_* variables and fault plans are found here.
-    MLKVConfig(
-        model="checked",
-        page_tokens=options.page_tokens,
-        faults=options.faults,
-        store={"host_bytes": options.host_bytes},
-    )
+        from mlkv.engine.planning import make_plan
     with console.status("preparing the model") as status:
 
         def progress(message: str) -> None:
@@ -156,97 +128,7 @@ def make_plan(options: Options, folder: Path, console: Console) -> JobPlan:
             if not console.is_terminal:
                 console.print(message, markup=False, highlight=False)
 
-        prepared = prepare_model(options.model, home(), device_type=device, progress=progress)
-        geometry = check_model(prepared.config(), options.tp)
-        tokenizer = prepared.tokenizer()
-    page_bytes = geometry.kv_layout(DTYPES[dtype], options.page_tokens).page_bytes
-    if options.host_bytes < page_bytes:
-        raise ConfigError(
-            f"host-cache: {options.host_bytes} bytes are less than one page of {page_bytes} bytes "
-            f"({options.page_tokens} tokens)"
-        )
-    by_replica = _requests(options, asks, tokenizer, geometry, device)
-    return JobPlan(
-        run_folder=str(folder),
-        model=Model.of(prepared),
-        tp=options.tp,
-        dp=options.dp,
-        device=device,
-        dtype=dtype,
-        page_tokens=options.page_tokens,
-        block_tokens=options.block_tokens,
-        pool_pages=_pool_pages(options, by_replica, tokenizer, geometry, DTYPES[dtype].itemsize),
-        host_bytes=options.host_bytes,
-        asks=by_replica,
-        concurrency=CONCURRENCY,
-        max_new_tokens=options.max_new_tokens,
-        max_batch_tokens=MAX_BATCH_TOKENS[device],
-        faults=options.faults,
-    )
-
-
-def _device(options: Options) -> str:
-    import torch
-
-    num_ranks = options.tp * options.dp
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if options.device == "cpu" or (options.device == "auto" and not num_gpus):
-        return "cpu"
-    if num_gpus < num_ranks:
-        raise ConfigError(
-            f"device: {num_ranks} ranks (tp={options.tp} times dp={options.dp}) need as many GPUs, there are "
-            f"{num_gpus}; choose smaller numbers, or --device cpu"
-        )
-    return "cuda"
-
-
-def _requests(
-    options: Options, asks: list[Ask] | None, tokenizer: Tokenizer, geometry: Geometry, device: str
-) -> list[list[Ask]]:
-    """The requests of each replica."""
-    from mlkv.engine.workload import default_workload
-
-    if asks is None:
-        return default_workload(tokenizer, options.dp, geometry.context_tokens, device)
-    if len(asks) < options.dp:
-        raise ConfigError(f"prompts: {options.prompts} holds {len(asks)} prompts for dp={options.dp} replicas")
-    return [asks[replica :: options.dp] for replica in range(options.dp)]
-
-
-def _pool_pages(
-    options: Options, by_replica: list[list[Ask]], tokenizer: Tokenizer, geometry: Geometry, itemsize: int
-) -> int:
-    """Pages of the device pool. Raises ConfigError when a request cannot be served with them, or at all."""
-    from mlkv.engine.workload import Demand
-    from mlkv.layout import RankSlice
-
-    context, page_tokens = geometry.context_tokens, options.page_tokens
-    demands = [Demand.of(asks, tokenizer, options.max_new_tokens, page_tokens) for asks in by_replica]
-    for asks, demand in zip(by_replica, demands, strict=True):
-        for ask in asks:
-            length = demand.longest_tokens[ask.request_id]
-            if length >= context:
-                raise ConfigError(
-                    f"prompts: {ask.place or ask.request_id}: the prompt has {length} tokens; the model's context "
-                    f"of {context} leaves room for {context - 1}"
-                )
-    wanted = max(d.pool_pages(options.max_new_tokens, page_tokens, CONCURRENCY, context) for d in demands)
-    if options.device_bytes is None:
-        return wanted
-    heads = RankSlice.local_kv_heads(geometry.num_kv_heads, options.tp)
-    page_bytes = 2 * geometry.num_layers * heads * geometry.head_dim * itemsize * page_tokens
-    given = options.device_bytes // page_bytes
-    needed = max(d.pool_pages(options.max_new_tokens, page_tokens, 1, context) for d in demands)
-    longest = max(max(d.longest_tokens.values()) for d in demands) + options.max_new_tokens
-    if given * page_tokens < min(longest, context):
-        raise ConfigError(
-            f"device-cache: {options.device_bytes} bytes hold {given * page_tokens} tokens, the longest request "
-            f"has {longest}; give at least {needed * page_bytes} bytes"
-        )
-    return given
-
-
-# -- while they run, and after ------------------------------------------------------------------------------
+        return make_plan(options, folder, home(), progress)
 
 
 def _run(plan: JobPlan, port: int | None, console: Console) -> dict[str, Any]:

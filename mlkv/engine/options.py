@@ -42,7 +42,7 @@ class Options:
     dtype: str
     prompts: Path | None
     max_new_tokens: int
-    host_bytes: int
+    host_bytes: int | None
     device_bytes: int | None
     page_tokens: int
     block_tokens: int
@@ -125,7 +125,9 @@ def _parser() -> argparse.ArgumentParser:
         "plain text; default: questions about documents of the standard library",
     )
     add("--max-new-tokens", type=_count, default=24, metavar="N", help="tokens of an answer at most (default: 24)")
-    add("--host-cache", type=_size, default="2GiB", metavar="SIZE", help="host memory for KV (default: 2GiB)")
+    add(
+        "--host-cache", type=_size, metavar="SIZE", help="host memory for KV; default: room for the whole workload"
+    )
     add(
         "--device-cache",
         type=_size,

@@ -50,6 +50,7 @@ class JobPlan(msgspec.Struct, frozen=True):
         pool_pages: pages of the device pool on each rank.
         asks: for each replica its requests, in order of arrival.
         concurrency: requests of a replica in flight at once.
+        max_batch_tokens: tokens computed in a step; noise_batch_tokens: in the run that measures noise.
         faults: fault plan of the cache, see `mlkv.faults`.
     """
 
@@ -67,6 +68,7 @@ class JobPlan(msgspec.Struct, frozen=True):
     concurrency: int
     max_new_tokens: int
     max_batch_tokens: int
+    noise_batch_tokens: int
     faults: str
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import msgspec
 
@@ -150,7 +151,7 @@ class Feed:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the requests of one replica need of its device pool.
+    """How much KV the requests of one replica have.
 
     Attributes:
         longest_tokens: for each request the most tokens that its prompt can have: the answers of earlier turns
@@ -160,6 +161,15 @@ class Demand:
 
     longest_tokens: dict[str, int]
     num_pages: int
+
+    @property
+    def median_tokens(self) -> int:
+        return int(median(self.longest_tokens.values()))
+
+    def host_pages(self, max_new_tokens: int, page_tokens: int) -> int:
+        """Pages of all prompts and answers together, and a quarter more, so that nothing is evicted."""
+        answer = -(-(max_new_tokens + _ANSWER_SLACK_TOKENS) // page_tokens) + 1
+        return (self.num_pages + answer * len(self.longest_tokens)) * 5 // 4
 
     @classmethod
     def of(cls, asks: Sequence[Ask], tokenizer: Tokenizer, max_new_tokens: int, page_tokens: int) -> Demand:

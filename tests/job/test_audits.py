@@ -17,7 +17,7 @@ from mlkv.engine.workload import Ask
 def plan(dtype: str = "float32") -> JobPlan:
     model = Model("m", "d", None, "tiny", 0)
     asks = [[Ask(name, [{"role": "user", "content": name}]) for name in ("a", "b")]]
-    return JobPlan("/run", model, 2, 1, "cpu", dtype, 16, 16, 8, 1 << 20, asks, 2, 3, 64, "")
+    return JobPlan("/run", model, 2, 1, "cpu", dtype, 16, 16, 8, 1 << 20, asks, 2, 3, 64, 21, "")
 
 
 def served(request_id: str, answer: list[int]) -> Served:
