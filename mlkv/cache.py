@@ -281,7 +281,7 @@ class MultiLevelCache:
 
     @property
     def counters(self) -> CacheStats:
-        """The counters of `stats` but the costs of agreement; live, only to be read, cheap enough for every step."""
+        """The counters of `stats` without the costs of agreement; live, only to be read, cheap in every step."""
         return self._lifecycle.stats
 
     def stats(self) -> CacheStats:
