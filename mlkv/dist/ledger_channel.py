@@ -207,18 +207,23 @@ class HostLedger:
     def _read_message(self, step: int) -> bytes:
         ledger = self._ledger
         pieces: list[bytes] = []
-        length, total = 0, 1
-        while length < total:
-            number = self._next_slot
-            found = ledger.get_piece(number)
+        length, total = 0, -1
+        while length < total or total < 0:
+            found = self._read_piece(total)
             if found is None:
-                found = self._until(partial(ledger.get_piece, number), 0, step, "its decision")
+                found = self._until(partial(self._read_piece, total), 0, step, "its decision")
             total, piece = found
             pieces.append(piece)
             length += len(piece)
-            self._next_slot = number + 1
-            ledger.put_cursor(self._own, number + 1)
+            self._next_slot += 1
+            ledger.put_cursor(self._own, self._next_slot)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _read_piece(self, total: int) -> tuple[int, bytes] | None:
+        """The next piece, of a message of `total` bytes where that is known."""
+        found = self._ledger.get_piece(self._next_slot)
+        # A leader that loses a rank half way through a message breaks it off and tells that in the next slot.
+        return None if found is None or total not in (-1, found[0]) else found
 
     def _told_lost(self, step: int) -> RankLost:
         rank, at_step, why = json.loads(self._read_message(step))

@@ -320,6 +320,25 @@ def test_stacks_of_the_waiting_and_of_the_stalled_rank_are_written_on_request() 
     assert "in stuck_in_the_engine" in stalled
 
 
+def dies_while_reading(rank: int) -> tuple[int, str]:
+    agreement = agreement_of(rank, 3, agreeing.LEDGER, 10.0)
+    agreement.step(list)
+    if rank == 2:
+        agreement._channel._host._ledger.put_cursor = lambda *_: os._exit(1)
+    with pytest.raises(RankLost) as caught:
+        agreement.step(lambda: [bytes(1 << 20)])  # four times the ring
+    return caught.value.rank, caught.value.why
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_long_message_is_named_by_its_reader_and_its_writer() -> None:
+    outcomes = watch_ranks(dies_while_reading, 3)
+    for outcome in outcomes[:2]:
+        assert outcome.error is None, outcome
+        rank, why = outcome.value
+        assert rank == 2
+        assert "is gone" in why
+
+
 def _target(fd: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
