@@ -252,7 +252,9 @@ class MultiLevelCache:
         agreed = self._agreement.step(self._lifecycle.collect_facts)
         result = self._lifecycle.apply(agreed)
         self._lifecycle.stats.steps += 1
-        self._digest = blake2b(self._digest + msgspec.msgpack.encode(result), digest_size=16).digest()
+        if result:
+            told = msgspec.msgpack.encode((self._lifecycle.stats.steps, result))
+            self._digest = blake2b(self._digest + told, digest_size=16).digest()
         return result
 
     def clear(self) -> None:

@@ -211,6 +211,8 @@ class Lifecycle:
         self._early_released = []
         for fact in (*early, *map(facts.decode, agreed.facts)):
             self._apply_fact(fact, result)
+        if not any(agreed.popped):
+            return result
         pop = {
             Mark.LOADED: self._pop_loaded,
             Mark.RELEASED: self._pop_released,

@@ -122,6 +122,8 @@ class Mover:
 
     def poll(self) -> list[Completion]:
         """What finished since the last poll. Never blocks."""
+        if not self._loads and not self._offloads:
+            return []
         now = time.monotonic()
         done = [self._load_completion(entry) for entry in _take_finished(self._loads, now)]
         for entry in self._offloads:

@@ -160,7 +160,7 @@ class Planner:
             time.sleep(0.0005)
 
     def _take_arrived(self) -> None:
-        if self._lost:
+        if self._lost or not self._asked:  # the owner speaks only when asked
             return
         try:
             for ticket, reply in self._client.poll():

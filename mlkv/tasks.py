@@ -56,6 +56,10 @@ class StepResult:
     offloaded: dict[str, int] = field(default_factory=dict)
     unstored: dict[str, Failure] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        """Whether the step has anything to tell."""
+        return bool(self.hits or self.loaded or self.failed or self.released or self.offloaded or self.unstored)
+
 
 class LoadStatus(Enum):
     ASKED = auto()  # lookup sent, no answer agreed yet
