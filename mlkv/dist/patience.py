@@ -19,7 +19,7 @@ def spins_for(num_ranks: int) -> int:
     num_cores = len(os.sched_getaffinity(0))
     if num_cores > num_ranks:
         return 2000  # about 0.2 ms
-    return 50 if num_cores == num_ranks else 0
+    return 400 if num_cores == num_ranks else 0
 
 
 class Patience:
