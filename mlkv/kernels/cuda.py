@@ -12,7 +12,7 @@ import torch
 
 from mlkv.errors import ConfigError
 from mlkv.kernels.copy_engine import CopyEngine, driver
-from mlkv.kernels.device import Event, PageKernels
+from mlkv.kernels.device import Event, PageKernels, Segment, Words
 from mlkv.kernels.host_pages import HostPages
 from mlkv.kernels.pinning import CudaRegistrar, PinnedMemory
 from mlkv.kernels.staged import StagedTransferEngine
@@ -92,13 +92,14 @@ class CudaDevice:
     def staging(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int64, pin_memory=True)
+    def pinned(self, num_words: int) -> torch.Tensor:
+        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
 
-    def upload(self, stream: torch.cuda.Stream, host: torch.Tensor) -> torch.Tensor:
+    def upload(self, stream: torch.cuda.Stream, words: Words) -> Words:
         with torch.cuda.stream(stream):
             # Allocated on this stream, so memory that its earlier work still uses is not overwritten early.
-            return torch.empty_like(host, device=self._device, pin_memory=False).copy_(host, non_blocking=True)
+            copy = torch.empty(words.length, dtype=torch.int64, device=self._device)
+            return Words(copy.copy_(words.tensor, non_blocking=True))
 
     def copy(
         self,
@@ -113,9 +114,14 @@ class CudaDevice:
             # Host pages of a load were complete before it was submitted. Staging is filled in stream order.
             self._copies.copy(stream.cuda_stream, targets, sources, piece_bytes, sources_are_final=not to_host)
 
-    def launch(self, stream: torch.cuda.Stream, kernel: Callable[[], None]) -> None:
-        with torch.cuda.stream(stream):
-            kernel()
+    def launch(self, stream: torch.cuda.Stream, kernel: Callable[[int], None]) -> None:
+        if self.kernels.takes_stream:
+            with torch.cuda.device(self._device):
+                kernel(stream.cuda_stream)
+        else:
+            # Pools may have been made in inference mode, and are then written in it only.
+            with torch.cuda.stream(stream), torch.inference_mode():
+                kernel(stream.cuda_stream)
 
     def run_thread(self, loop: Callable[[], None]) -> None:
         with torch.cuda.device(self._device):
@@ -168,19 +174,18 @@ def _warm_up(pool: KVPool, host: HostPages, device: CudaDevice) -> None:
         return
     stream = device.new_stream()
     stream.wait_stream(device.current_stream())
-    scratch = device.staging(part.num_heads * layout.head_bytes)
-    in_host = torch.empty(scratch.numel(), dtype=torch.uint8, pin_memory=True)
-    sums = device.pinned((1, part.num_heads, device.kernels.num_parts))
-    slots = device.pinned((layout.page_tokens,))
-    pages = [scratch.view(1, part.num_heads, layout.head_bytes)]
+    run_bytes = part.num_heads * layout.head_bytes
+    scratch, in_host = device.staging(run_bytes), torch.empty(run_bytes, dtype=torch.uint8, pin_memory=True)
+    slots = device.pinned(layout.page_tokens)
+    sums = Words(device.pinned(part.num_heads * device.kernels.num_parts))
+    pages: list[Segment | Words] = [Segment(scratch, scratch.data_ptr())]
     if device.kernels.reaches_host:
-        pages.append(device.pinned((1,)).fill_(in_host.data_ptr()))
+        pages.append(Words(device.pinned(1).fill_(in_host.data_ptr())))
     for target in pages:
-        written = target if target.dtype == torch.int64 else target[:, : part.num_written_heads]
-        slots.copy_(torch.arange(layout.page_tokens))
         if part.num_written_heads:
-            device.launch(stream, partial(device.kernels.gather, slots, written, sums))
-        stream.synchronize()
+            slots.copy_(torch.arange(layout.page_tokens))
+            device.launch(stream, partial(device.kernels.gather, 1, Words(slots), target, sums))
+            stream.synchronize()
         slots.fill_(-1)
-        device.launch(stream, partial(device.kernels.scatter, slots, target, sums))
+        device.launch(stream, partial(device.kernels.scatter, 1, Words(slots), target, sums))
         stream.synchronize()

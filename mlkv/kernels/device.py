@@ -7,6 +7,7 @@ are stepped by hand: a missing dependency between two streams then shows as wron
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -25,29 +26,67 @@ class Event(Protocol):
         ...
 
 
+class Words:
+    """A run of 64-bit integers in device or pinned memory, as an address or, only when asked for, as a tensor.
+
+    Args:
+        base: int64, one dimension, contiguous; kept alive.
+        start, length: which part of it, by default all.
+    """
+
+    # Plain slots and a known address, because several are made for each chunk and slicing a tensor takes
+    # longer than queueing a kernel.
+    __slots__ = ("_base", "_start", "address", "length")
+
+    def __init__(self, base: torch.Tensor, start: int = 0, length: int | None = None, address: int = 0) -> None:
+        self._base = base
+        self._start = start
+        self.length = len(base) if length is None else length
+        self.address = address or base.data_ptr() + 8 * start
+
+    def part(self, start: int, length: int) -> Words:
+        return Words(self._base, self._start + start, length, self.address + 8 * start)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self._base[self._start : self._start + self.length]
+
+
+@dataclass
+class Segment:
+    """One piece of staging memory. `busy`: events after which its previous content is no longer needed."""
+
+    memory: torch.Tensor
+    address: int
+    busy: tuple[Event, ...] = ()
+
+
 class PageKernels(Protocol):
     """Gather and scatter between pool and pages, with checksums of what they move.
 
     Attributes:
         num_parts: partial sums that add up to the checksum of one head slice.
-        reaches_host: whether pages may be given as addresses of pinned host memory.
+        reaches_host: whether pages may be given as addresses in pinned host memory.
+        takes_stream: whether kernels are queued on the stream given; else on torch's current one.
     """
 
     num_parts: int
     reaches_host: bool
+    takes_stream: bool
 
-    def gather(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor) -> None:
+    def gather(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
         """Copy slots of the pool into pages.
 
         Args:
-            slots: int64 `[n * page_tokens]`, in device memory or pinned, all valid.
-            pages: staging, uint8 `[n, num_written_heads, head_bytes]` in device memory; or, where the kernels
-                reach the host, int64 `[n]` pinned: the address of this rank's run of heads in each page.
-            sums: int64 `[n, num_written_heads, num_parts]` in pinned memory, overwritten.
+            slots: at least `num_pages * page_tokens`, in device memory or pinned, all valid.
+            pages: staging that takes the pages' runs of written heads side by side; or, where the kernels reach
+                the host, pinned words with the address of this rank's run of heads in each page.
+            sums: `num_pages * num_written_heads * num_parts` pinned words, overwritten.
+            stream: raw handle.
         """
         ...
 
-    def scatter(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor) -> None:
+    def scatter(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
         """Copy pages into slots of the pool, those of -1 left out. Arguments as above, over the heads read."""
         ...
 
@@ -84,12 +123,12 @@ class Device(Protocol[S]):
         """Device memory: uint8 `[num_bytes]`, aligned to 512 bytes."""
         ...
 
-    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Host memory that the device reads and writes in place: int64 of this shape."""
+    def pinned(self, num_words: int) -> torch.Tensor:
+        """Host memory that the device reads and writes in place: int64 `[num_words]`, aligned to 16 bytes."""
         ...
 
-    def upload(self, stream: S, host: torch.Tensor) -> torch.Tensor:
-        """A copy of a pinned tensor in device memory, complete for what follows on the stream."""
+    def upload(self, stream: S, words: Words) -> Words:
+        """A copy of pinned words in device memory, complete for what follows on the stream."""
         ...
 
     def copy(
@@ -104,8 +143,8 @@ class Device(Protocol[S]):
         """Copy `n` pieces of equal size between addresses `int64 [n]`, one side device, one host memory."""
         ...
 
-    def launch(self, stream: S, kernel: Callable[[], None]) -> None:
-        """Call `kernel`, which is one of `kernels` with its arguments bound, so that it queues on the stream."""
+    def launch(self, stream: S, kernel: Callable[[int], None]) -> None:
+        """Call `kernel`, one of `kernels` with all arguments bound but the stream, so that it queues there."""
         ...
 
     def run_thread(self, loop: Callable[[], None]) -> None:

@@ -11,6 +11,9 @@ from mlkv import page
 from mlkv.errors import ConfigError
 from mlkv.layout import HEADER_IDENTITY_BYTES, KVLayout, RankSlice
 
+_FEW_PAGES = 8
+"""Headers of up to this many pages are looked at one by one, which costs less than arrays of them."""
+
 
 @dataclass(frozen=True)
 class PageBatch:
@@ -121,11 +124,22 @@ class HostPages:
 
     def num_identified(self, batch: PageBatch) -> int:
         """Length of the longest prefix of pages whose identity is the one that the batch names."""
+        if len(batch) <= _FEW_PAGES:
+            return self._num_identified_of_few(batch)
         headers = self.pages[batch.indices, : page.IDENTITY_BYTES]
         same = page.identities_match(
             headers, self.layout, keys=batch.keys, fingerprint=self._fingerprint, generations=batch.generations
         )
         return _prefix(same)
+
+    def _num_identified_of_few(self, batch: PageBatch) -> int:
+        for at, (index, generation) in enumerate(
+            zip(batch.indices.tolist(), batch.generations.tolist(), strict=True)
+        ):
+            key = batch.keys[16 * at : 16 * at + 16]
+            if not page.identity_matches(self.pages[index], self.layout, key, self._fingerprint, generation):
+                return at
+        return len(batch)
 
     def expected_sums(self, batch: PageBatch) -> npt.NDArray[np.uint64]:
         """Payload checksums that the headers promise for the heads read here: uint64 `[n, num_heads]`."""
@@ -140,6 +154,8 @@ class HostPages:
         Args:
             sums: uint64 `[n, num_written_heads]`, payload checksums of the bytes written to these pages.
         """
+        if not len(batch):
+            return
         num_heads = self.rank_slice.num_written_heads
         if num_heads:
             entries = np.ascontiguousarray(sums + self._bindings(batch, num_heads))
@@ -163,7 +179,8 @@ class HostPages:
 
 def num_verified(expected: npt.NDArray[np.uint64], found: npt.NDArray[np.uint64]) -> int:
     """Length of the longest prefix of pages whose sums `[n, num_heads]` are all as expected."""
-    return _prefix((expected == found).all(axis=1))
+    same = expected == found
+    return len(same) if same.all() else _prefix(same.all(axis=1))
 
 
 def _prefix(good: npt.NDArray[np.bool_]) -> int:

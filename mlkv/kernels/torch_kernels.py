@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mlkv.kernels.checksum import payload_checksums
+from mlkv.kernels.device import Segment, Words
 from mlkv.kernels.paged import gather, scatter
 from mlkv.layout import KVPool, RankSlice
 
@@ -14,15 +15,30 @@ class TorchKernels:
 
     num_parts = 1
     reaches_host = False
+    takes_stream = False
 
     def __init__(self, pool: KVPool, rank_slice: RankSlice) -> None:
         self._pool = pool
         self._slice = rank_slice
 
-    def gather(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor) -> None:
-        gather(self._pool, slots.to(self._pool.device), self._slice, pages)
-        sums[:, :, 0].copy_(payload_checksums(pages), non_blocking=True)
+    def gather(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
+        slices = self._slices(pages, num_pages, self._slice.num_written_heads)
+        gather(self._pool, self._slots(slots, num_pages), self._slice, slices)
+        self._sum(slices, sums)
 
-    def scatter(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor) -> None:
-        sums[:, :, 0].copy_(payload_checksums(pages), non_blocking=True)
-        scatter(self._pool, slots.to(self._pool.device), self._slice, pages)
+    def scatter(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
+        slices = self._slices(pages, num_pages, self._slice.num_heads)
+        self._sum(slices, sums)
+        scatter(self._pool, self._slots(slots, num_pages), self._slice, slices)
+
+    def _slots(self, slots: Words, num_pages: int) -> torch.Tensor:
+        return slots.part(0, num_pages * self._pool.layout.page_tokens).tensor.to(self._pool.device)
+
+    def _slices(self, pages: Segment | Words, num_pages: int, num_heads: int) -> torch.Tensor:
+        if isinstance(pages, Words):
+            raise TypeError("these kernels do not reach host memory")
+        head_bytes = self._pool.layout.head_bytes
+        return pages.memory[: num_pages * num_heads * head_bytes].view(num_pages, num_heads, head_bytes)
+
+    def _sum(self, slices: torch.Tensor, sums: Words) -> None:
+        sums.tensor.copy_(payload_checksums(slices).flatten(), non_blocking=True)

@@ -168,7 +168,7 @@ class TransferEngine(ABC):
 
     def _check(self, pages: PageBatch, slots: torch.Tensor, lowest: int) -> None:
         num_slots = len(pages) * self._pool.layout.page_tokens
-        if slots.dtype != torch.int64 or tuple(slots.shape) != (num_slots,):
+        if slots.dtype != torch.int64 or slots.dim() != 1 or slots.numel() != num_slots:
             raise CacheUsageError(
                 f"{len(pages)} pages need int64 slots of shape ({num_slots},), got {slots.dtype} "
                 f"{tuple(slots.shape)}"
@@ -179,10 +179,12 @@ class TransferEngine(ABC):
             raise CacheUsageError("an offload needs the parent key of every page")
         # Values of slots on a device are not looked at: that would wait for the device.
         if num_slots and slots.device.type == "cpu":
-            low, high = torch.aminmax(slots)
-            if int(low) < lowest or int(high) >= self._pool.num_slots:
+            # From the lowest allowed number on, as unsigned: whatever is below it is then too large as well.
+            above = slots.numpy() - lowest if lowest else slots.numpy()
+            if int(above.view(np.uint64).max()) >= self._pool.num_slots - lowest:
                 raise CacheUsageError(
-                    f"slots must be in [{lowest}, {self._pool.num_slots}), got {int(low)} to {int(high)}"
+                    f"slots must be in [{lowest}, {self._pool.num_slots}), got {int(slots.min())} to "
+                    f"{int(slots.max())}"
                 )
         try:
             self._host.check(pages)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from mlkv.kernels.device import Event, PageKernels
+from mlkv.kernels.device import Event, PageKernels, Words
 from mlkv.kernels.host_pages import HostPages
 from mlkv.kernels.staged import StagedTransferEngine
 from mlkv.kernels.torch_kernels import TorchKernels
@@ -84,13 +84,13 @@ class SimDevice:
     def staging(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
 
-    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.full(shape, -77, dtype=torch.int64)
+    def pinned(self, num_words: int) -> torch.Tensor:
+        return torch.full((num_words,), -77, dtype=torch.int64)
 
-    def upload(self, stream: SimStream, host: torch.Tensor) -> torch.Tensor:
-        copy = torch.full_like(host, -1)
-        self._queue(stream, lambda: copy.copy_(host))
-        return copy
+    def upload(self, stream: SimStream, words: Words) -> Words:
+        copy = torch.full((words.length,), -1)
+        self._queue(stream, lambda: copy.copy_(words.tensor))
+        return Words(copy)
 
     def copy(
         self, stream: SimStream, targets: np.ndarray, sources: np.ndarray, piece_bytes: int, *, to_host: bool
@@ -100,9 +100,9 @@ class SimDevice:
         for target, source in pairs:
             self._queue(stream, lambda t=target, s=source: ctypes.memmove(t, s, piece_bytes))
 
-    def launch(self, stream: SimStream, kernel: Callable[[], None]) -> None:
+    def launch(self, stream: SimStream, kernel: Callable[[int], None]) -> None:
         self._count_down()
-        self._queue(stream, kernel)
+        self._queue(stream, lambda: kernel(0))
 
     def run_thread(self, loop: Callable[[], None]) -> None:
         loop()

@@ -34,7 +34,8 @@ from mlkv.kernels.staging import StagingRing
 from mlkv.layout import KVLayout, RankSlice
 from mlkv.page import verify_page
 
-LAYOUT = gqa("fp16", layers=1, heads=2, dim=8, page_tokens=4)
+LAYOUT = gqa("fp16", layers=1, heads=2, dim=16, page_tokens=4)  # runs of 512 bytes: segments lie side by side
+GAPPED = gqa("fp16", layers=1, heads=2, dim=8, page_tokens=4)  # of 256: segments have padding between them
 WHOLE = RankSlice(0, 2, 2)
 NUM_BLOCKS = 32
 
@@ -42,13 +43,13 @@ NUM_BLOCKS = 32
 class Site:
     """A simulated device with a pool, and a host pool of 16 poisoned pages."""
 
-    def __init__(self, seed: int = 0, **options: object) -> None:
-        self.layout: KVLayout = LAYOUT
+    def __init__(self, seed: int = 0, layout: KVLayout = LAYOUT, **options: object) -> None:
+        self.layout = layout
         self.build = functools.partial(
-            build_pool, "separate", LAYOUT, num_blocks=NUM_BLOCKS, block_tokens=4, local_heads=2
+            build_pool, "separate", layout, num_blocks=NUM_BLOCKS, block_tokens=4, local_heads=2
         )
         self.case = self.build(seed=seed)
-        self.host = host_pool(LAYOUT, 16)
+        self.host = host_pool(layout, 16)
         self.engine: StagedTransferEngine[SimStream]
         self.device: SimDevice
         self.engine, self.device = sim_engine(
@@ -66,8 +67,8 @@ class Site:
         assert transfer.error is None
 
     def payload(self, index: int) -> np.ndarray:
-        start = LAYOUT.header_bytes
-        return page_of(self.host, LAYOUT, index)[start : start + LAYOUT.payload_bytes].reshape(2, -1)
+        start = self.layout.header_bytes
+        return page_of(self.host, self.layout, index)[start : start + self.layout.payload_bytes].reshape(2, -1)
 
     def fill_slots(self, slots: torch.Tensor, value: int) -> None:
         for storage in self.case.storages:
@@ -80,14 +81,21 @@ class Site:
     staging_pages=st.integers(1, 5),
     segment_pages=st.integers(1, 3),
     num_copy_streams=st.integers(1, 3),
+    layout=st.sampled_from([LAYOUT, GAPPED]),
 )
 @settings(max_examples=60, deadline=None)
 def test_pages_are_exact_in_every_order_of_streams(
-    seed: int, num_pages: int, staging_pages: int, segment_pages: int, num_copy_streams: int
+    seed: int, num_pages: int, staging_pages: int, segment_pages: int, num_copy_streams: int, layout: KVLayout
 ) -> None:
     """Two offloads and two loads in flight at once, larger than the ring, in a random order of steps."""
-    site = Site(seed, staging_pages=staging_pages, segment_pages=segment_pages, num_copy_streams=num_copy_streams)
-    slots = random_slots(16, LAYOUT, NUM_BLOCKS, 4, seed).view(16, 4)
+    site = Site(
+        seed,
+        layout,
+        staging_pages=staging_pages,
+        segment_pages=segment_pages,
+        num_copy_streams=num_copy_streams,
+    )
+    slots = random_slots(16, layout, NUM_BLOCKS, 4, seed).view(16, 4)
     stored, other = list(range(num_pages)), list(range(num_pages, min(16, 2 * num_pages)))
     expected_pages = [reference_page(site.case.pool, s.tolist(), 2) for s in slots]
     first = site.engine.offload(batch(stored), slots[stored].flatten())
@@ -98,7 +106,7 @@ def test_pages_are_exact_in_every_order_of_streams(
         np.testing.assert_array_equal(site.payload(index), expected_pages[index])
 
     expected = site.build(storages=[storage.clone() for storage in site.case.storages])
-    targets = random_slots(16, LAYOUT, NUM_BLOCKS, 4, seed + 1).view(16, 4)
+    targets = random_slots(16, layout, NUM_BLOCKS, 4, seed + 1).view(16, 4)
     targets[torch.rand(targets.shape, generator=torch.Generator().manual_seed(seed)) < 0.2] = -1
     loads = [
         site.engine.load(batch(part), targets[part].flatten())  # generations start anew in each batch
@@ -376,6 +384,49 @@ def test_transfers_beyond_the_bound_are_refused_and_room_comes_back() -> None:
     assert all(transfer.poll() for transfer in running)
 
 
+def test_transfers_that_are_still_running_are_not_forgotten_when_others_make_room() -> None:
+    site = Site(max_tasks=3)
+    first, second = (site.engine.offload(batch([index]), torch.arange(4)) for index in (0, 1))
+    site.device.run_all(site.order)
+    third = site.engine.offload(batch([2]), torch.arange(4))
+    fourth = site.engine.offload(batch([3]), torch.arange(4))  # finds that the first two are over
+    with pytest.raises(DeadlineExceeded, match="2 transfers"):
+        site.engine.close(0.01)
+    assert first.poll()
+    assert second.poll()
+    site.device.run_all(site.order)
+    site.engine.close(10)
+    assert (third.error, fourth.error) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_stored_before", "launches"),
+    [
+        (LAYOUT, 0, [1, 3, 1, 1, 1]),
+        (LAYOUT, 2, [1, 1, 2, 1, 1, 1]),  # what is free at the end of the ring and at its start is apart
+        (GAPPED, 0, [1, 1, 1, 1, 1, 1, 1]),  # and so are segments with padding between them
+    ],
+)
+def test_one_kernel_gathers_all_that_there_is_room_for_after_the_first_chunk(
+    layout: KVLayout, num_stored_before: int, launches: list[int]
+) -> None:
+    site = Site(layout=layout, staging_pages=4)
+    site.store(list(range(num_stored_before)), torch.arange(4 * num_stored_before))
+    seen: list[int] = []
+    gather = site.device.kernels.gather
+    site.device.kernels.gather = lambda num_pages, *args: (  # type: ignore[method-assign]
+        seen.append(num_pages),
+        gather(num_pages, *args),
+    )
+    slots = torch.arange(28)
+    expected = [reference_page(site.case.pool, s.tolist(), 2) for s in slots.view(7, 4)]
+    transfer = site.engine.offload(batch(list(range(7))), slots)
+    site.device.run_until(transfer.poll, site.order)
+    assert seen == launches
+    for index in range(7):
+        np.testing.assert_array_equal(site.payload(index), expected[index])
+
+
 def test_close_waits_for_what_runs_within_its_deadline() -> None:
     site = Site()
     transfer = site.engine.offload(batch([0]), torch.arange(4))
@@ -389,6 +440,16 @@ def test_close_waits_for_what_runs_within_its_deadline() -> None:
     assert transfer.error is None
     with pytest.raises(CacheUsageError, match="closed"):
         site.engine.offload(batch([0]), torch.arange(4))
+
+
+def test_empty_batches_are_done_at_once() -> None:
+    site, nothing = Site(), torch.empty(0, dtype=torch.int64)
+    load, offload = site.engine.load(batch([]), nothing), site.engine.offload(batch([]), nothing)
+    assert load.poll()
+    assert (load.num_good, load.error) == (0, None)
+    assert offload.poll()
+    assert offload.poll_released()
+    assert offload.error is None
 
 
 def test_slots_may_change_once_submitted() -> None:
@@ -420,6 +481,7 @@ def test_a_rank_that_writes_no_head_is_done_at_once(part: RankSlice) -> None:
 
 
 @given(total=st.integers(1, 1 << 20), run=st.integers(1, 1 << 16), segment=st.integers(1, 1 << 18))
+@settings(deadline=None)
 def test_staging_stays_within_its_bound(total: int, run: int, segment: int) -> None:
     run *= 16
     sizes = []
@@ -437,11 +499,21 @@ def test_staging_stays_within_its_bound(total: int, run: int, segment: int) -> N
     assert ring.take() is taken[0]
 
 
-def test_the_rule_sends_small_and_tiny_pieces_direct_and_the_rest_through_staging() -> None:
-    assert choose_path(1 << 20, 1, is_idle=False) == "direct"
-    assert choose_path(1 << 20, DIRECT_BYTES >> 20, is_idle=False) == "direct"
-    assert choose_path(1 << 20, 64, is_idle=True) == "staged"
-    assert choose_path(8 << 20, 1, is_idle=True) == "staged"
-    assert choose_path(DIRECT_PIECE_BYTES // 2, 4096, is_idle=True) == "direct"
-    assert choose_path(DIRECT_PIECE_BYTES // 2, 4096, is_idle=False) == "staged"
-    assert choose_path(DIRECT_PIECE_BYTES // 2, 128, is_idle=False) == "direct"
+@pytest.mark.parametrize(
+    ("piece_bytes", "num_pages", "is_idle", "is_load", "path"),
+    [
+        (1 << 20, 1, False, False, "direct"),
+        (1 << 20, DIRECT_BYTES >> 20, False, True, "direct"),
+        (8 << 20, 1, False, True, "staged"),
+        (8 << 20, 1, True, True, "direct"),
+        (8 << 20, 1, True, False, "staged"),
+        (1 << 20, 64, True, True, "staged"),
+        (DIRECT_PIECE_BYTES // 2, 4096, True, False, "direct"),
+        (DIRECT_PIECE_BYTES // 2, 4096, False, True, "staged"),
+        (DIRECT_PIECE_BYTES // 2, 128, False, False, "direct"),
+    ],
+)
+def test_the_rule_sends_what_is_soon_over_direct_and_the_rest_through_staging(
+    piece_bytes: int, num_pages: int, is_idle: bool, is_load: bool, path: str
+) -> None:
+    assert choose_path(piece_bytes, num_pages, lambda: is_idle, is_load=is_load) == path

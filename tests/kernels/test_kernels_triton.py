@@ -25,6 +25,7 @@ from kernel_cases import (
 )
 from sim_device import sim_engine
 
+from mlkv.kernels.device import Segment, Words
 from mlkv.kernels.pool_table import plane_groups
 from mlkv.layout import KVLayout, KVPool, RankSlice
 from mlkv.page import payload_checksum
@@ -43,6 +44,18 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 def sums_of(kernels: TritonKernels, heads: int) -> torch.Tensor:
     return pinned(torch.full((NUM_PAGES, heads, kernels.num_parts), -1, dtype=torch.int64))
+
+
+def words(sums: torch.Tensor) -> Words:
+    return Words(sums.view(-1))
+
+
+def staging(pages: torch.Tensor) -> Segment:
+    return Segment(pages.view(-1), pages.data_ptr())
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream if DEVICE == "cuda" else 0
 
 
 def finish() -> None:
@@ -87,10 +100,10 @@ def check_both_ways(
     if direct:
         pages, given_slots = pinned(pages), pinned(slots)
         rows = [pages[at].data_ptr() for at in range(NUM_PAGES)]
-        kernels.gather(given_slots, pinned(torch.tensor(rows)), sums)
+        kernels.gather(NUM_PAGES, Words(given_slots), Words(pinned(torch.tensor(rows))), words(sums), stream())
     else:
-        pages = pages.to(DEVICE)
-        kernels.gather(slots.to(DEVICE), pages, sums)
+        pages, given_slots = pages.to(DEVICE), slots.to(DEVICE)
+        kernels.gather(NUM_PAGES, Words(given_slots), staging(pages), words(sums), stream())
     finish()
     for page, page_slots in enumerate(slots.view(NUM_PAGES, -1).tolist()):
         np.testing.assert_array_equal(pages[page].cpu().numpy(), reference_page(source.pool, page_slots, written))
@@ -107,9 +120,10 @@ def check_both_ways(
     if direct:
         pages, given_slots = pinned(pages), pinned(slots)
         rows = [pages[at].data_ptr() for at in range(NUM_PAGES)]
-        kernels.scatter(given_slots, pinned(torch.tensor(rows)), sums)
+        kernels.scatter(NUM_PAGES, Words(given_slots), Words(pinned(torch.tensor(rows))), words(sums), stream())
     else:
-        kernels.scatter(slots.to(DEVICE), pages.to(DEVICE), sums)
+        given_slots, given_pages = slots.to(DEVICE), pages.to(DEVICE)
+        kernels.scatter(NUM_PAGES, Words(given_slots), staging(given_pages), words(sums), stream())
     finish()
     for page, page_slots in enumerate(slots.view(NUM_PAGES, -1).tolist()):
         reference_scatter(expected.pool, page_slots, pages[page].numpy())
