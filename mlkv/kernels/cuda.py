@@ -110,13 +110,13 @@ class CudaDevice:
         *,
         to_host: bool,
     ) -> None:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device.index):
             # Host pages of a load were complete before it was submitted. Staging is filled in stream order.
             self._copies.copy(stream.cuda_stream, targets, sources, piece_bytes, sources_are_final=not to_host)
 
     def launch(self, stream: torch.cuda.Stream, kernel: Callable[[int], None]) -> None:
         if self.kernels.takes_stream:
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self._device.index):
                 kernel(stream.cuda_stream)
         else:
             # Pools may have been made in inference mode, and are then written in it only.
