@@ -35,7 +35,7 @@ from transfer_rig import (
     slowdown,
 )
 
-from mlkv.kernels.staged import INLINE_BYTES, SEGMENT_BYTES
+from mlkv.kernels.staged import CHUNKS_AHEAD, SEGMENT_BYTES
 
 SECTIONS = ("raw", "small", "grid", "beside", "released", "checksum", "baselines", "tune")
 
@@ -254,7 +254,7 @@ def machine() -> dict[str, Any]:
         found["triton"] = triton.__version__
     except ImportError:
         found["triton"] = None
-    found["constants"] = {"segment_bytes": SEGMENT_BYTES, "inline_bytes": INLINE_BYTES, "staging": STAGING_BYTES}
+    found["constants"] = {"segment_bytes": SEGMENT_BYTES, "chunks_ahead": CHUNKS_AHEAD, "staging": STAGING_BYTES}
     return found
 
 

@@ -12,10 +12,11 @@ import torch
 
 from mlkv.errors import ConfigError
 from mlkv.kernels.copy_engine import CopyEngine, driver
-from mlkv.kernels.device import Event, PageKernels, Segment, Words
+from mlkv.kernels.device import Event, PageKernels, Staging, Words
 from mlkv.kernels.host_pages import HostPages
 from mlkv.kernels.pinning import CudaRegistrar, PinnedMemory
 from mlkv.kernels.staged import StagedTransferEngine
+from mlkv.kernels.staging import StagingRing
 from mlkv.kernels.torch_kernels import TorchKernels
 from mlkv.kernels.transfer import TransferPath
 from mlkv.layout import KVPool, RankSlice
@@ -175,10 +176,11 @@ def _warm_up(pool: KVPool, host: HostPages, device: CudaDevice) -> None:
     stream = device.new_stream()
     stream.wait_stream(device.current_stream())
     run_bytes = part.num_heads * layout.head_bytes
-    scratch, in_host = device.staging(run_bytes), torch.empty(run_bytes, dtype=torch.uint8, pin_memory=True)
+    in_host = torch.empty(run_bytes, dtype=torch.uint8, pin_memory=True)
     slots = device.pinned(layout.page_tokens)
     sums = Words(device.pinned(part.num_heads * device.kernels.num_parts))
-    pages: list[Segment | Words] = [Segment(scratch, scratch.data_ptr())]
+    ring = StagingRing(device.staging, total_bytes=run_bytes, run_bytes=run_bytes, segment_bytes=run_bytes)
+    pages: list[Staging | Words] = [ring.take(1)]
     if device.kernels.reaches_host:
         pages.append(Words(device.pinned(1).fill_(in_host.data_ptr())))
     for target in pages:

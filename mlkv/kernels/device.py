@@ -7,7 +7,6 @@ are stepped by hand: a missing dependency between two streams then shows as wron
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -52,13 +51,14 @@ class Words:
         return self._base[self._start : self._start + self.length]
 
 
-@dataclass
-class Segment:
-    """One piece of staging memory. `busy`: events after which its previous content is no longer needed."""
+class Staging(Protocol):
+    """Contiguous device memory that holds the runs of some pages side by side: uint8, and its address."""
 
-    memory: torch.Tensor
-    address: int
-    busy: tuple[Event, ...] = ()
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def memory(self) -> torch.Tensor: ...
 
 
 class PageKernels(Protocol):
@@ -67,14 +67,15 @@ class PageKernels(Protocol):
     Attributes:
         num_parts: partial sums that add up to the checksum of one head slice.
         reaches_host: whether pages may be given as addresses in pinned host memory.
-        takes_stream: whether kernels are queued on the stream given; else on torch's current one.
+        takes_stream: whether kernels go to the stream given, and never make the calling thread wait; else they
+            go to torch's current one, and may.
     """
 
     num_parts: int
     reaches_host: bool
     takes_stream: bool
 
-    def gather(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
+    def gather(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
         """Copy slots of the pool into pages.
 
         Args:
@@ -86,7 +87,7 @@ class PageKernels(Protocol):
         """
         ...
 
-    def scatter(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
+    def scatter(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
         """Copy pages into slots of the pool, those of -1 left out. Arguments as above, over the heads read."""
         ...
 

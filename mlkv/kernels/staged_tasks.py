@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Generic
 
@@ -22,7 +23,13 @@ from mlkv.layout import KVPool
 
 
 class Direction(Generic[S]):
-    """Streams, staging, thread and unfinished tasks of one direction."""
+    """Streams, staging and unfinished tasks of one direction.
+
+    Chunks are queued by the caller's own thread, when it submits and when it polls, no further ahead of the device
+    than `max_chunks_ahead`. A thread of ours would have to take the interpreter lock from a busy engine for each
+    of its calls, which costs up to 5 ms apiece. Only pageable memory is copied by one, because the driver's calls
+    return when such a copy is over.
+    """
 
     def __init__(
         self,
@@ -35,6 +42,7 @@ class Direction(Generic[S]):
         staging_bytes: int,
         segment_bytes: int,
         num_copy_streams: int,
+        max_chunks_ahead: int,
         max_tasks: int,
     ) -> None:
         self.name = name
@@ -50,12 +58,41 @@ class Direction(Generic[S]):
                 device.staging, total_bytes=staging_bytes, run_bytes=run_bytes, segment_bytes=segment_bytes
             )
         self.pinned = PinnedBlocks(device.pinned)
-        self.worker = Worker(name, max_tasks, device.run_thread)
+        self.worker = None if device.host_is_pinned else Worker(name, max_tasks, device.run_thread)
         self.in_flight: list[StagedTask[S]] = []
+        self._max_chunks_ahead = max_chunks_ahead
+        self._unqueued: deque[StagedTask[S]] = deque()
+        self._ahead: deque[Event] = deque()  # one behind each chunk that is queued and perhaps not over
 
     @property
     def streams(self) -> list[S]:
         return [self.kernel_stream, *self.copy_streams]
+
+    def submit(self, task: StagedTask[S]) -> None:
+        self.in_flight.append(task)
+        if self.worker is not None:
+            self.worker.submit(task)
+        else:
+            self._unqueued.append(task)
+            self.pump()
+
+    def pump(self) -> None:
+        """Queue what is next, oldest task first, as far ahead as is wanted."""
+        while self._unqueued:
+            while self._ahead and _is_over(self._ahead[0]):
+                self._ahead.popleft()
+            if len(self._ahead) >= self._max_chunks_ahead:
+                return
+            task = self._unqueued[0]
+            try:
+                event = task.queue_chunk()
+            except Exception as error:  # the caller gets a transfer that failed; the next ones are tried
+                task.fail(f"{type(error).__name__}: {error}")
+                event = None
+            if event is None:
+                self._unqueued.popleft()
+            else:
+                self._ahead.append(event)
 
     def has_room(self, max_tasks: int) -> bool:
         if len(self.in_flight) >= max_tasks:
@@ -65,7 +102,8 @@ class Direction(Generic[S]):
 
     def close(self, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s
-        self.worker.close(deadline_s)
+        if self.worker is not None:
+            self.worker.close(deadline_s)
         while any(not task.poll() for task in list(self.in_flight)):
             if time.monotonic() > end:
                 raise DeadlineExceeded(
@@ -89,12 +127,16 @@ class StagedTask(Generic[S]):
         self.after: Event | None = None
         self.error: str | None = None
         self._block: PinnedBlock | None = None
+        self._queueing: Iterator[Event] | None = None
         self._done_events: tuple[Event, ...] | None = None  # None until everything is queued
         self._over = False
 
     @abstractmethod
-    def run(self) -> None:
-        """Queue everything on the device."""
+    def _chunks(self) -> Iterator[Event]:
+        """Queue the task on the device, chunk by chunk; yields after each the event behind it.
+
+        What ends the task is set before the last one is asked for more.
+        """
 
     @abstractmethod
     def _complete(self) -> None:
@@ -120,7 +162,20 @@ class StagedTask(Generic[S]):
         sum_parts = block.array[sums : sums + num_sums].view(np.uint64)
         self._sum_parts = sum_parts.reshape(num_pages, self.num_heads, -1)
 
+    def queue_chunk(self) -> Event | None:
+        """Queue the next chunk and give the event behind it; None when all is queued."""
+        if self._queueing is None:
+            self._queueing = self._chunks()
+        return next(self._queueing, None)
+
+    def run(self) -> None:
+        """Queue everything at once."""
+        while self.queue_chunk() is not None:
+            pass
+
     def poll(self) -> bool:
+        if not self._over:
+            self.direction.pump()
         if self._over or self._done_events is None:
             return self._over
         try:
@@ -209,23 +264,24 @@ class StagedLoad(StagedTask[S], LoadTransfer):
         self._num_identified = 0
         self._expected = np.empty((0, 0), np.uint64)
 
-    def run(self) -> None:
+    def _chunks(self) -> Iterator[Event]:
         if self.path == "direct":
-            events: tuple[Event, ...] = (self._run_direct(),)
+            last = self._run_direct()
+            yield last
         else:
-            events = self._run_staged()
+            for last in self._staged_chunks():
+                yield last
         # Read while the device copies. Pages that are not the ones meant are copied as well, rare as they are:
         # nobody attaches them.
         self._num_identified = self._host.num_identified(self.pages)
         self._expected = self._host.expected_sums(self.pages)
-        self._done_events = events
+        self._done_events = (last,)  # the kernel stream is in order: the last scatter is over last
 
-    def _run_staged(self) -> tuple[Event, ...]:
+    def _staged_chunks(self) -> Iterator[Event]:
         device, direction = self._device, self.direction
         ring = direction.ring
         assert ring is not None
         addresses = self._host.run_addresses(self.pages)
-        busy: tuple[Event, ...] = ()
         for at, first in enumerate(range(0, len(self.pages), ring.pages_per_segment)):
             num_pages = min(ring.pages_per_segment, len(self.pages) - first)
             segment, copier = ring.take(), direction.copy_streams[at % len(direction.copy_streams)]
@@ -239,8 +295,9 @@ class StagedLoad(StagedTask[S], LoadTransfer):
                 self._join_caller()
             device.wait(direction.kernel_stream, device.record(copier))
             self._launch(first, num_pages, segment)
-            busy = segment.busy = (device.record(direction.kernel_stream),)
-        return busy  # the kernel stream is in order: the last scatter is over last
+            scattered = device.record(direction.kernel_stream)
+            segment.busy = (scattered,)
+            yield scattered
 
     def _complete(self) -> None:
         if self._block is None:  # this rank has no heads to copy
@@ -260,6 +317,7 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
     def poll_released(self) -> bool:
         if self._released or self._over:
             return True
+        self.direction.pump()
         if self._released_event is None:
             # Not queued yet, or failed while it was being queued: then it is the end that releases.
             return self.error is not None and self.poll()
@@ -269,10 +327,11 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
             self._released = self.poll()
         return self._released
 
-    def run(self) -> None:
+    def _chunks(self) -> Iterator[Event]:
         if self.path == "direct":
-            self._released_event = self._run_direct()
-            self._done_events = (self._released_event,)
+            gathered = self._run_direct()
+            yield gathered
+            self._released_event, self._done_events = gathered, (gathered,)
             return
         self._upload_slots()
         self._join_caller()
@@ -280,7 +339,7 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
         assert ring is not None
         addresses = self._host.run_addresses(self.pages)
         last_copies: dict[int, Event] = {}
-        first, chunk, gathered = 0, 0, None
+        first, chunk = 0, 0
         while first < len(self.pages):
             # One chunk first, so that copies begin; then all that there is room for by one kernel, so that slots
             # are released while the first chunk is still on its way; then chunk by chunk, as room comes back.
@@ -297,6 +356,7 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
                 segment.busy = (last_copies[which],)
                 first += ring.pages_per_segment
                 chunk += 1
+                yield last_copies[which]
         self._released_event = gathered
         self._done_events = tuple(last_copies.values())
 
@@ -316,3 +376,10 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
         else:
             sums = self._found_sums()
         self._host.write_headers(self.pages, sums)
+
+
+def _is_over(event: Event) -> bool:
+    try:
+        return event.query()
+    except Exception:  # the device is in error: its tasks say so, and nothing is worth waiting for
+        return True

@@ -8,18 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mlkv.kernels.device import Event, Segment, Words
-
-_ALIGN_BYTES = 512  # of segments: what torch aligns allocations to, and more than any access needs
+from mlkv.kernels.device import Event, Words
 
 
 class StagingRing:
-    """Segments handed out in turn.
+    """Device memory in segments of whole pages, handed out in turn.
 
     Args:
         allocate: makes device memory, uint8 of the given length.
-        total_bytes: bound of the memory taken.
-        run_bytes: one page's bytes; a segment holds whole ones.
+        total_bytes: bound of the memory taken, at least one run.
+        run_bytes: one page's bytes, a multiple of 16.
         segment_bytes: wanted size of a segment; never less than one run.
     """
 
@@ -29,52 +27,66 @@ class StagingRing:
         # Two segments at least where they fit, or copies and kernels would take turns.
         wanted = min(segment_bytes, max(run_bytes, total_bytes // 2))
         self.pages_per_segment = max(1, wanted // run_bytes)
-        used = self.pages_per_segment * run_bytes
-        size = -(-used // _ALIGN_BYTES) * _ALIGN_BYTES
-        count = max(1, total_bytes // size)
-        self._memory = allocate(count * size)
-        start = self._memory.data_ptr()
-        self._segments = [Segment(self._memory[at : at + size], start + at) for at in range(0, count * size, size)]
-        self._are_adjacent = used == size  # without padding, runs go on from one segment to the next
+        # No padding: pages go on from one segment to the next, so that one kernel may work on several.
+        self._segment_bytes = self.pages_per_segment * run_bytes
+        self.num_segments = max(1, total_bytes // self._segment_bytes)
+        self._memory = allocate(self.num_segments * self._segment_bytes)
+        self._address = self._memory.data_ptr()
+        self._busy: list[tuple[Event, ...]] = [()] * self.num_segments
         self._next = 0
 
-    @property
-    def num_segments(self) -> int:
-        return len(self._segments)
+    def take(self, most: int, *, only_free: bool = False) -> Segments:
+        """The next segment, and those right behind it in memory, `most` in all.
 
-    def take(self) -> Segment:
-        """The next segment. The caller waits for `busy` on the stream that overwrites it, then sets it anew."""
-        segment = self._segments[self._next]
-        self._next = (self._next + 1) % len(self._segments)
-        return segment
+        The caller waits for their `busy` events on the stream that overwrites them, and then sets new ones.
 
-    def take_free(self, most: int) -> list[Segment]:
-        """The next segment, and as many right behind it as are free already, `most` in all.
-
-        One kernel may fill them all through `joined`.
+        Args:
+            only_free: after the first, take only what nothing uses any more.
         """
-        taken = [self.take()]
-        while (
-            len(taken) < most
-            and self._are_adjacent
-            and self._next
-            and all(event.query() for event in self._segments[self._next].busy)
-        ):
-            taken.append(self.take())
-        return taken
-
-    def joined(self, segments: list[Segment]) -> Segment:
-        """Segments of `take_free` as one."""
-        if len(segments) == 1:
-            return segments[0]
-        start = segments[0].address - self._memory.data_ptr()
-        end = segments[-1].address - self._memory.data_ptr() + len(segments[-1].memory)
-        return Segment(self._memory[start:end], segments[0].address)
+        start, count = self._next, 1
+        while count < most and start + count < self.num_segments:
+            if only_free and not all(event.query() for event in self._busy[start + count]):
+                break
+            count += 1
+        self._next = (start + count) % self.num_segments
+        return Segments(self, start, count)
 
     def distrust(self, events: tuple[Event, ...]) -> None:
         """After work was queued only in part: no segment is used again before these events."""
-        for segment in self._segments:
-            segment.busy = events
+        self._busy = [events] * self.num_segments
+
+
+class Segments:
+    """Neighbouring segments of a ring, as one piece of staging memory. `address` is where it begins."""
+
+    __slots__ = ("_count", "_ring", "_start", "address")
+
+    def __init__(self, ring: StagingRing, start: int, count: int) -> None:
+        self._ring, self._start, self._count = ring, start, count
+        self.address = ring._address + start * ring._segment_bytes
+
+    @property
+    def memory(self) -> torch.Tensor:
+        size = self._ring._segment_bytes
+        return self._ring._memory[self._start * size : (self._start + self._count) * size]
+
+    @property
+    def num_pages(self) -> int:
+        return self._count * self._ring.pages_per_segment
+
+    @property
+    def busy(self) -> list[Event]:
+        """Events after which the former content is no longer needed."""
+        return [event for events in self._ring._busy[self._start : self._start + self._count] for event in events]
+
+    @busy.setter
+    def busy(self, events: tuple[Event, ...]) -> None:
+        self._ring._busy[self._start : self._start + self._count] = [events] * self._count
+
+    def split(self, most: int) -> list[Segments]:
+        """The same memory in groups of up to `most` segments."""
+        ends = range(0, self._count, most)
+        return [Segments(self._ring, self._start + at, min(most, self._count - at)) for at in ends]
 
 
 class PinnedBlock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mlkv.kernels.checksum import payload_checksums
-from mlkv.kernels.device import Segment, Words
+from mlkv.kernels.device import Staging, Words
 from mlkv.kernels.paged import gather, scatter
 from mlkv.layout import KVPool, RankSlice
 
@@ -21,12 +21,12 @@ class TorchKernels:
         self._pool = pool
         self._slice = rank_slice
 
-    def gather(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
+    def gather(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
         slices = self._slices(pages, num_pages, self._slice.num_written_heads)
         gather(self._pool, self._slots(slots, num_pages), self._slice, slices)
         self._sum(slices, sums)
 
-    def scatter(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
+    def scatter(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
         slices = self._slices(pages, num_pages, self._slice.num_heads)
         self._sum(slices, sums)
         scatter(self._pool, self._slots(slots, num_pages), self._slice, slices)
@@ -34,7 +34,7 @@ class TorchKernels:
     def _slots(self, slots: Words, num_pages: int) -> torch.Tensor:
         return slots.part(0, num_pages * self._pool.layout.page_tokens).tensor.to(self._pool.device)
 
-    def _slices(self, pages: Segment | Words, num_pages: int, num_heads: int) -> torch.Tensor:
+    def _slices(self, pages: Staging | Words, num_pages: int, num_heads: int) -> torch.Tensor:
         if isinstance(pages, Words):
             raise TypeError("these kernels do not reach host memory")
         head_bytes = self._pool.layout.head_bytes

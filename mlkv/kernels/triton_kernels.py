@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlkv.kernels.device import Segment, Words
+from mlkv.kernels.device import Staging, Words
 from mlkv.kernels.pool_table import COLUMNS, PlaneGroup, plane_groups
 from mlkv.layout import KVPool, RankSlice
 
@@ -193,7 +193,7 @@ class _Launch:
         num_heads: int,
         num_parts: int,
         slots: Words,
-        pages: Segment | Words,
+        pages: Staging | Words,
         sums: Words,
         stream: int,
         *,
@@ -256,12 +256,12 @@ class TritonKernels:
             self._launches.append(launch)
             self.num_parts += launch.num_parts
 
-    def gather(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
+    def gather(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
         heads = self._slice.num_written_heads
         for launch in self._launches:
             launch.run(num_pages, heads, self.num_parts, slots, pages, sums, stream, scatter=False)
 
-    def scatter(self, num_pages: int, slots: Words, pages: Segment | Words, sums: Words, stream: int) -> None:
+    def scatter(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
         heads = self._slice.num_heads
         for launch in self._launches:
             launch.run(num_pages, heads, self.num_parts, slots, pages, sums, stream, scatter=True)

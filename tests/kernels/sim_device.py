@@ -151,7 +151,7 @@ def sim_engine(
     staging_pages: int = 4,
     segment_pages: int = 1,
     max_tasks: int = 16,
-    inline_bytes: int = 1 << 60,
+    chunks_ahead: int = 1 << 30,
     num_copy_streams: int = 1,
     kernels: PageKernels | None = None,
     host_is_pinned: bool = True,
@@ -167,7 +167,7 @@ def sim_engine(
         max_tasks=max_tasks,
         transfer=transfer,  # type: ignore[arg-type]
         segment_bytes=segment_pages * pages.read_bytes,
-        inline_bytes=inline_bytes,
+        chunks_ahead=chunks_ahead,
         num_copy_streams=num_copy_streams,
     )
     return engine, device

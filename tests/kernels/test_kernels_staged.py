@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -332,33 +331,43 @@ def test_an_event_that_raises_ends_the_transfer_with_an_error(monkeypatch: pytes
     assert "illegal memory access" in transfer.error
 
 
-def test_large_transfers_are_queued_by_a_thread_and_small_ones_by_the_caller() -> None:
-    site = Site(inline_bytes=2 * LAYOUT.payload_bytes)
-    site.store([0, 1], torch.arange(8))
-    assert site.engine._offloads.worker.is_idle
-    large = site.engine.offload(batch([2, 3, 4, 5, 6]), torch.arange(20))
+@pytest.mark.parametrize("direction", ["load", "offload"])
+def test_no_more_chunks_are_queued_ahead_of_the_device_than_wanted(direction: str) -> None:
+    site = Site(chunks_ahead=2)
+    pages, slots = batch([2, 3, 4, 5, 6, 7]), torch.arange(24)
+    site.store([2, 3, 4, 5, 6, 7], slots)
+    queued: list[int] = []
+    copy = site.device.copy
+
+    def counted(stream: SimStream, targets: np.ndarray, *args: object, **options: object) -> None:
+        queued.append(len(targets))
+        copy(stream, targets, *args, **options)  # type: ignore[arg-type]
+
+    site.device.copy = counted  # type: ignore[method-assign]
+    large = site.engine.load(pages, slots) if direction == "load" else site.engine.offload(pages, slots)
+    assert len(queued) == 2
+    for _ in range(5):
+        assert not large.poll()
+    assert len(queued) == 2, "nothing ran on the device, so there is no room for more"
     wait_until(lambda: bool(site.device.step_any(site.order) or large.poll()) and large.poll())
+    assert sum(queued) == 6
     assert large.error is None
-    site.engine.close(10)
-    assert site.device.closed
 
 
-def test_a_small_transfer_does_not_overtake_what_the_thread_is_queueing(monkeypatch: pytest.MonkeyPatch) -> None:
-    site = Site(inline_bytes=2 * LAYOUT.payload_bytes)
-    reached, go_on, copy = threading.Event(), threading.Event(), SimDevice.copy
-
-    def held(self: SimDevice, *args: object, **options: object) -> None:
-        reached.set()
-        assert go_on.wait(20)
-        copy(self, *args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(SimDevice, "copy", held)
+def test_a_small_transfer_does_not_overtake_a_large_one_that_is_still_being_queued() -> None:
+    site = Site(chunks_ahead=1)
     large = site.engine.offload(batch([2, 3, 4, 5, 6]), torch.arange(20))
-    assert reached.wait(20)
-    small = site.engine.offload(batch([7]), torch.arange(4))  # would hang here, were it queued by this thread
-    assert not small.poll()
-    go_on.set()
-    wait_until(lambda: bool(site.device.step_any(site.order) or True) and large.poll() and small.poll())
+    small = site.engine.offload(batch([7]), torch.arange(4))
+    done: list[str] = []
+
+    def watch() -> bool:
+        for name, transfer in (("large", large), ("small", small)):
+            if name not in done and transfer.poll():
+                done.append(name)
+        return len(done) == 2
+
+    wait_until(lambda: bool(site.device.step_any(site.order) or True) and watch())
+    assert done == ["large", "small"]
     assert (large.error, small.error) == (None, None)
 
 
