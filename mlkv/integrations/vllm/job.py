@@ -46,7 +46,7 @@ class Rank:
         if not plan.exact:
             raise ConfigError("dtype: with vLLM the job compares tokens, which needs float32")
         if plan.page_tokens % _BLOCK_TOKENS:
-            raise ConfigError(f"page-tokens: vLLM needs a multiple of {_BLOCK_TOKENS}, got {plan.page_tokens}")
+            raise ConfigError(f"page-size: vLLM needs a multiple of {_BLOCK_TOKENS}, got {plan.page_tokens}")
         self.plan = plan
         self.folder = Path(plan.run_folder)
         self.rank = int(os.environ["RANK"])
