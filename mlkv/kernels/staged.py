@@ -21,18 +21,20 @@ import torch
 
 from mlkv.errors import CacheUsageError
 from mlkv.kernels.device import Device, S
+from mlkv.kernels.direction import Direction
 from mlkv.kernels.host_pages import HostPages, PageBatch
-from mlkv.kernels.staged_tasks import Direction, StagedLoad, StagedOffload, StagedTask
+from mlkv.kernels.staged_tasks import StagedLoad, StagedOffload, StagedTask
 from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferEngine, TransferPath
 from mlkv.layout import KVPool
 
 SEGMENT_BYTES = 16 << 20
-"""Wanted size of a chunk. Large enough that the gaps between batches of copies (a few microseconds every 300) and
-the launch of a kernel for each do not show; small enough that the last scatter or first gather does not either."""
+"""Wanted size of a segment of staging. The first of an offload is gathered alone, 10 us of an H200, before copies
+can begin; and a load of a few of them ends with the scatter of one."""
 
 CHUNKS_AHEAD = 48
-"""Chunks queued on the device at once, 768 MiB: 14 ms of a link of 55 GB/s, more than most engine steps last, for
-about 2.5 ms of the caller's time when it submits so much at once."""
+"""Chunks queued on the device at once, of up to `staged_tasks.CHUNK_SEGMENTS` segments: 3 GiB or 55 ms of a link
+of 55 GB/s, more than most engine steps last. Their few hundred operations are well below the about 1000 that the
+driver lets wait on a stream before it makes the caller wait."""
 
 DIRECT_BYTES = 2 << 20
 DIRECT_IDLE_BYTES = 16 << 20
@@ -68,7 +70,7 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
     Args:
         device: where the pool is.
         transfer: as in `TransferEngine.create`.
-        segment_bytes: wanted size of a chunk.
+        segment_bytes: wanted size of a segment of staging.
         chunks_ahead: chunks queued at once, in each direction.
         num_copy_streams: chunks take turns on this many copy streams of a direction.
     """
@@ -127,11 +129,11 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
         if self._closed:
             raise CacheUsageError("the transfer engine is closed")
         self._check(task.pages, slots, lowest)
-        direction = task.direction
+        direction = self._loads if isinstance(task, StagedLoad) else self._offloads
         if not len(task.pages) or not direction.run_bytes:
             task.finish_empty()
             return
-        if not direction.has_room(self._max_tasks):
+        if not direction.has_room():
             task.fail(f"refused: {self._max_tasks} transfers of this direction are in flight")
             return
         caller = self._device.current_stream()

@@ -80,8 +80,8 @@ class Segments:
         return [event for events in self._ring._busy[self._start : self._start + self._count] for event in events]
 
     @busy.setter
-    def busy(self, events: tuple[Event, ...]) -> None:
-        self._ring._busy[self._start : self._start + self._count] = [events] * self._count
+    def busy(self, events: list[Event]) -> None:
+        self._ring._busy[self._start : self._start + self._count] = [tuple(events)] * self._count
 
     def split(self, most: int) -> list[Segments]:
         """The same memory in groups of up to `most` segments."""

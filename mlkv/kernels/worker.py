@@ -52,12 +52,6 @@ class Worker:
         self._jobs.put(job)
         return True
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no job waits or runs."""
-        with self._lock:
-            return not self._num_jobs
-
     def close(self, deadline_s: float) -> None:
         """Fail the jobs that have not begun and wait for the one that has. Raises DeadlineExceeded."""
         end = time.monotonic() + deadline_s

@@ -22,6 +22,12 @@ from mlkv.kernels.torch_kernels import TorchKernels
 from mlkv.layout import KVPool, RankSlice
 
 
+class SimKernels(TorchKernels):
+    """Run when their stream is stepped, so whoever queues them never waits."""
+
+    takes_stream = True
+
+
 class SimEvent:
     def __init__(self) -> None:
         self.done = False
@@ -158,7 +164,7 @@ def sim_engine(
     transfer: str = "staged",
 ) -> tuple[StagedTransferEngine[SimStream], SimDevice]:
     pages = HostPages(host, pool.layout, rank_slice, fingerprint, writes_identity=True)
-    device = SimDevice(kernels or TorchKernels(pool, rank_slice), host_is_pinned=host_is_pinned)
+    device = SimDevice(kernels or SimKernels(pool, rank_slice), host_is_pinned=host_is_pinned)
     engine = StagedTransferEngine(
         pool,
         pages,

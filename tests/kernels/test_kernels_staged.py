@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -25,7 +26,7 @@ from kernel_cases import (
     same_bytes,
     wait_until,
 )
-from sim_device import SimDevice, SimEvent, SimStream, sim_engine
+from sim_device import SimDevice, SimEvent, SimKernels, SimStream, sim_engine
 
 from mlkv.errors import CacheUsageError, DeadlineExceeded
 from mlkv.kernels.staged import DIRECT_BYTES, DIRECT_PIECE_BYTES, StagedTransferEngine, choose_path
@@ -33,8 +34,8 @@ from mlkv.kernels.staging import StagingRing
 from mlkv.layout import KVLayout, RankSlice
 from mlkv.page import verify_page
 
-LAYOUT = gqa("fp16", layers=1, heads=2, dim=16, page_tokens=4)  # runs of 512 bytes: segments lie side by side
-GAPPED = gqa("fp16", layers=1, heads=2, dim=8, page_tokens=4)  # of 256: segments have padding between them
+LAYOUT = gqa("fp16", layers=1, heads=2, dim=16, page_tokens=4)  # runs of 512 bytes
+SMALL = gqa("fp16", layers=1, heads=2, dim=6, page_tokens=4)  # of 192
 WHOLE = RankSlice(0, 2, 2)
 NUM_BLOCKS = 32
 
@@ -80,7 +81,7 @@ class Site:
     staging_pages=st.integers(1, 5),
     segment_pages=st.integers(1, 3),
     num_copy_streams=st.integers(1, 3),
-    layout=st.sampled_from([LAYOUT, GAPPED]),
+    layout=st.sampled_from([LAYOUT, SMALL]),
 )
 @settings(max_examples=60, deadline=None)
 def test_pages_are_exact_in_every_order_of_streams(
@@ -371,14 +372,26 @@ def test_a_small_transfer_does_not_overtake_a_large_one_that_is_still_being_queu
     assert (large.error, small.error) == (None, None)
 
 
-def test_pageable_memory_is_never_copied_on_the_callers_thread() -> None:
-    site = Site(host_is_pinned=False, transfer="direct")
+@pytest.mark.parametrize("waits", ["copies", "kernels"])
+def test_what_makes_its_caller_wait_is_never_queued_by_the_engines_thread(
+    waits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimKernels, "takes_stream", waits != "kernels")
+    site = Site(host_is_pinned=waits != "copies", transfer="direct")
+    threads: set[int] = set()
+    copy = site.device.copy
+    site.device.copy = lambda *args, **options: (  # type: ignore[method-assign]
+        threads.add(threading.get_ident()),
+        copy(*args, **options),
+    )
     transfer = site.engine.offload(batch([0]), torch.arange(4))
     wait_until(lambda: bool(site.device.step_any(site.order) or transfer.poll()) and transfer.poll())
     assert transfer.error is None
     load = site.engine.load(batch([0]), torch.arange(4))
     wait_until(lambda: bool(site.device.step_any(site.order) or load.poll()) and load.poll())
     assert load.num_good == 1
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def test_transfers_beyond_the_bound_are_refused_and_room_comes_back() -> None:
@@ -413,7 +426,6 @@ def test_transfers_that_are_still_running_are_not_forgotten_when_others_make_roo
     [
         (LAYOUT, 0, [1, 3, 1, 1, 1]),
         (LAYOUT, 2, [1, 1, 2, 1, 1, 1]),  # what is free at the end of the ring and at its start is apart
-        (GAPPED, 0, [1, 1, 1, 1, 1, 1, 1]),  # and so are segments with padding between them
     ],
 )
 def test_one_kernel_gathers_all_that_there_is_room_for_after_the_first_chunk(
@@ -500,12 +512,33 @@ def test_staging_stays_within_its_bound(total: int, run: int, segment: int) -> N
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     ring = StagingRing(allocate, total_bytes=total, run_bytes=run, segment_bytes=segment)
-    assert sum(sizes) <= max(total, -(-run // 512) * 512)
-    assert ring.pages_per_segment >= 1
-    taken = [ring.take() for _ in range(ring.num_segments)]
+    assert sum(sizes) <= max(total, run)
+    assert ring.num_segments >= 2 or total < 2 * run
+    taken = [ring.take(1) for _ in range(ring.num_segments)]
     assert len({piece.address for piece in taken}) == ring.num_segments
-    assert all(len(piece.memory) >= ring.pages_per_segment * run for piece in taken)
-    assert ring.take() is taken[0]
+    assert all(len(piece.memory) == piece.num_pages * run for piece in taken)
+    assert ring.take(1).address == taken[0].address
+
+
+def test_segments_are_taken_in_turn_side_by_side_and_only_free_ones_where_wanted() -> None:
+    ring = StagingRing(
+        lambda size: torch.zeros(size, dtype=torch.uint8), total_bytes=80, run_bytes=16, segment_bytes=16
+    )
+    start = ring.take(2).address
+    assert ring.take(9).num_pages == 3, "not around the end"
+    busy = SimEvent()
+    first = ring.take(2)
+    assert first.address == start
+    first.busy = [busy]
+    assert [group.num_pages for group in ring.take(3).split(2)] == [2, 1]
+    assert ring.take(5, only_free=True).num_pages == 1, "the first is taken in any case, the second is not free"
+    assert ring.take(5).busy == [busy]
+    busy.done = True
+    ring.distrust(())
+    assert ring.take(5, only_free=True).num_pages == 5
+    again = SimEvent()
+    ring.distrust((again,))
+    assert ring.take(2).busy == [again, again]
 
 
 @pytest.mark.parametrize(

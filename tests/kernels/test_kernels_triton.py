@@ -25,7 +25,7 @@ from kernel_cases import (
 )
 from sim_device import sim_engine
 
-from mlkv.kernels.device import Segment, Words
+from mlkv.kernels.device import Words
 from mlkv.kernels.pool_table import plane_groups
 from mlkv.layout import KVLayout, KVPool, RankSlice
 from mlkv.page import payload_checksum
@@ -50,8 +50,11 @@ def words(sums: torch.Tensor) -> Words:
     return Words(sums.view(-1))
 
 
-def staging(pages: torch.Tensor) -> Segment:
-    return Segment(pages.view(-1), pages.data_ptr())
+class Staging:
+    """Pages as they lie in a part of the staging ring."""
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        self.memory, self.address = pages.view(-1), pages.data_ptr()
 
 
 def stream() -> int:
@@ -103,7 +106,7 @@ def check_both_ways(
         kernels.gather(NUM_PAGES, Words(given_slots), Words(pinned(torch.tensor(rows))), words(sums), stream())
     else:
         pages, given_slots = pages.to(DEVICE), slots.to(DEVICE)
-        kernels.gather(NUM_PAGES, Words(given_slots), staging(pages), words(sums), stream())
+        kernels.gather(NUM_PAGES, Words(given_slots), Staging(pages), words(sums), stream())
     finish()
     for page, page_slots in enumerate(slots.view(NUM_PAGES, -1).tolist()):
         np.testing.assert_array_equal(pages[page].cpu().numpy(), reference_page(source.pool, page_slots, written))
@@ -123,7 +126,7 @@ def check_both_ways(
         kernels.scatter(NUM_PAGES, Words(given_slots), Words(pinned(torch.tensor(rows))), words(sums), stream())
     else:
         given_slots, given_pages = slots.to(DEVICE), pages.to(DEVICE)
-        kernels.scatter(NUM_PAGES, Words(given_slots), staging(given_pages), words(sums), stream())
+        kernels.scatter(NUM_PAGES, Words(given_slots), Staging(given_pages), words(sums), stream())
     finish()
     for page, page_slots in enumerate(slots.view(NUM_PAGES, -1).tolist()):
         reference_scatter(expected.pool, page_slots, pages[page].numpy())
