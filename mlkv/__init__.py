@@ -13,7 +13,7 @@ from mlkv.version import __version__
 if TYPE_CHECKING:
     from mlkv.cache import MultiLevelCache
     from mlkv.config import AgreeConfig, MLKVConfig, MoveConfig, StoreConfig
-    from mlkv.dist import Place, Replica
+    from mlkv.dist import Place, Replica, init_process_group
     from mlkv.errors import (
         AgreementError,
         CacheUsageError,
@@ -69,6 +69,7 @@ _MODULE_OF = {
     "TransferOrder": "mlkv.remote",
     "TransferReport": "mlkv.remote",
     "TransferWorker": "mlkv.remote",
+    "init_process_group": "mlkv.dist",
     "page_keys": "mlkv.keys",
 }
 
@@ -120,5 +121,6 @@ __all__ = [
     "TransferReport",
     "TransferWorker",
     "__version__",
+    "init_process_group",
     "page_keys",
 ]

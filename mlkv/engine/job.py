@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mlkv import KVPool, MLKVConfig, MLKVError, MultiLevelCache, Replica
+from mlkv import KVPool, MLKVConfig, MLKVError, MultiLevelCache, Replica, init_process_group
 from mlkv.engine import plan as files
 from mlkv.engine.engine import Engine, pool_pages
 from mlkv.engine.model import LoadedModel, load_model
@@ -274,9 +274,9 @@ def _device(plan: JobPlan) -> torch.device:
 def _world(plan: JobPlan) -> Iterator[None]:
     deadline = timedelta(seconds=COLLECTIVE_DEADLINE_S)
     if plan.device == "cuda":
-        dist.init_process_group("nccl", timeout=deadline, device_id=_device(plan))
+        init_process_group("nccl", timeout=deadline, device_id=_device(plan))
     else:
-        dist.init_process_group("gloo", timeout=deadline)
+        init_process_group("gloo", timeout=deadline)
     yield
     dist.destroy_process_group()
 
