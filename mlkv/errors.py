@@ -45,6 +45,9 @@ class RankLost(AgreementError):
         self.why = why
         super().__init__(f"rank {rank} of this replica was lost at step {step}: {why}")
 
+    def __reduce__(self) -> tuple[type[RankLost], tuple[int, int, str]]:
+        return type(self), (self.rank, self.step, self.why)
+
 
 class RanksDiverged(AgreementError):
     """Two ranks of a replica made different calls between two steps, so their tasks no longer match.
@@ -59,6 +62,9 @@ class RanksDiverged(AgreementError):
         self.step = step
         self.why = why
         super().__init__(f"rank {rank} of this replica diverged from the master at step {step}: {why}")
+
+    def __reduce__(self) -> tuple[type[RanksDiverged], tuple[int, int, str]]:
+        return type(self), (self.rank, self.step, self.why)
 
 
 class MasterFailed(AgreementError):

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Union
 
@@ -31,6 +32,8 @@ SETTLE: Action = ("settle",)
 _ATTEMPTS = 20  # for each action of an episode: a world in which nothing can happen must not be asked for ever
 
 _MAX_SHRINK_RUNS = 3000  # a story that is not minimal after so many replays is told as it is
+_DEADLOCK = "nothing can happen any more, but not all is done"
+_MAX_RETELLINGS = 600
 
 
 class Violation(Exception):
@@ -77,10 +80,10 @@ class World(ABC):
     def apply(self, action: Action) -> bool:
         """Let it happen; False, with nothing changed, if it cannot happen now. May raise Violation."""
 
-    def check(self) -> None:
-        """Raise Violation if an invariant is broken. Called after every action; what `apply` checks need not be."""
+    def check(self) -> None:  # noqa: B027 - `apply` may have checked everything
+        """Raise Violation if an invariant is broken. Called after every action."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - a world may have nothing in flight
         """Let everything in flight complete, and raise Violation if something still waits after bounded time."""
 
     def choose(self, rng: random.Random) -> Action:
@@ -116,7 +119,7 @@ class World(ABC):
         return " ".join(map(str, action))
 
     def simpler(self, actions: Sequence[Action]) -> Iterable[list[Action]]:
-        """Other ways to say the same in fewer actions, for `shrink` to try."""
+        """Other ways to say the same in fewer or simpler actions, for `shrink` to try; never in longer ones."""
         return ()
 
 
@@ -158,7 +161,7 @@ def explore_random(
     *,
     seed: int,
     num_actions: int,
-    episode_actions: int = 2000,
+    episode_actions: int = 500,
     first_episode: int = 0,
     shrinks: bool = True,
 ) -> Outcome:
@@ -214,31 +217,35 @@ def explore_all(make: Callable[[], World], *, max_states: int = 200_000) -> Outc
     outcome = Outcome()
     world = make()
     graph = _Graph()
-    first = graph.add(world.fingerprint(), world.is_settled(), -1, SETTLE)
-    stack = [(first, world.snapshot(), world.enabled())]
-    while stack:
-        state, snapshot, actions = stack.pop()
-        try:
-            if not actions and not graph.settled[state]:
-                raise Violation("nobody waits for ever", "nothing can happen any more, but not all is done")
-            for action in actions:
-                world = world.restore(snapshot)
-                done = action
-                if not perform(world, action):
-                    continue
-                outcome.num_actions += 1
-                outcome.happened[str(action[0])] = outcome.happened.get(str(action[0]), 0) + 1
-                key = world.fingerprint()
-                known = graph.find(key, state)
-                if known is None:
-                    new = graph.add(key, world.is_settled(), state, action)
-                    stack.append((new, world.snapshot(), world.enabled()))
-        except Violation as broken:
-            path = [*graph.path(state), done] if actions else graph.path(state)
-            outcome.finding = make_finding(make, path, broken, "every order of events was tried")
-            break
-        if len(graph.settled) > max_states:
-            raise ValueError(f"more than {max_states} states: explore something smaller")
+    state = graph.add(world.fingerprint(), world.is_settled(), -1, SETTLE)
+    action = SETTLE
+    stack = [(state, world.snapshot(), world.enabled())]
+    try:
+        while stack:
+            branching, snapshot, choices = stack.pop()
+            for choice in choices:
+                world, state, action = world.restore(snapshot), branching, choice
+                while True:
+                    if not perform(world, action):
+                        break
+                    outcome.num_actions += 1
+                    outcome.happened[str(action[0])] = outcome.happened.get(str(action[0]), 0) + 1
+                    key = world.fingerprint()
+                    if graph.find(key, state) is not None:
+                        break
+                    state = graph.add(key, world.is_settled(), state, action)
+                    actions = world.enabled()
+                    if not actions and not graph.settled[state]:
+                        raise Violation("nobody waits for ever", _DEADLOCK)
+                    if len(actions) != 1:
+                        stack.append((state, world.snapshot(), actions))
+                        break
+                    action = actions[0]  # no choice: go on in this very world
+                if len(graph.settled) > max_states:
+                    raise ValueError(f"more than {max_states} states: explore something smaller")
+    except Violation as broken:
+        origin = "every order of events was tried"
+        outcome.finding = make_finding(make, [*graph.path(state), action], broken, origin)
     outcome.num_states = len(graph.settled)
     stuck = None if outcome.finding else graph.find_stuck()
     if stuck is not None:
@@ -345,10 +352,10 @@ def shrink(make: Callable[[], World], actions: Sequence[Action], rule: str) -> l
         broken = run(make, candidate)
         return broken is not None and broken.rule == rule
 
-    best = list(actions)
+    best = _retell(make, list(actions), breaks, num_tries=1)
     piece = max(1, len(best) // 2)
     while runs < _MAX_SHRINK_RUNS:
-        at, before = len(best), len(best)
+        at, before = len(best), best
         while at > 0 and runs < _MAX_SHRINK_RUNS:
             # From the end: what came last is most often not needed for what broke before it.
             candidate = best[: max(0, at - piece)] + best[at:]
@@ -358,14 +365,28 @@ def shrink(make: Callable[[], World], actions: Sequence[Action], rule: str) -> l
         if piece > 1:
             piece = max(1, piece // 2)
             continue
-        for candidate in make().simpler(best):
-            if len(candidate) <= len(best) and candidate != best and breaks(candidate):
-                best = candidate
-                break
-        else:
-            if len(best) == before:
-                break
+        best = _retell(make, best, breaks)
+        if best == before:
+            break
     return best
+
+
+def _retell(
+    make: Callable[[], World],
+    actions: list[Action],
+    breaks: Callable[[Sequence[Action]], bool],
+    num_tries: int = _MAX_RETELLINGS,
+) -> list[Action]:
+    """The first simpler way to say the same that still breaks, and so on from there."""
+    again = True
+    while again and num_tries:
+        again = False
+        for candidate in islice(make().simpler(actions), num_tries):
+            num_tries -= 1
+            if candidate != actions and breaks(candidate):
+                actions, again = candidate, True
+                break
+    return actions
 
 
 def tell(make: Callable[[], World], actions: Iterable[Action]) -> list[str]:
