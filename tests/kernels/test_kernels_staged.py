@@ -312,7 +312,12 @@ def test_a_failed_transfer_is_not_over_while_its_kernels_still_run() -> None:
     transfer = site.engine.offload(batch([0, 1, 2]), torch.arange(12))
     assert transfer.error is not None
     assert not transfer.poll_released()
-    assert not transfer.poll()
+    kernel_stream = site.engine._offloads.kernel_stream
+    for stream in (site.device.compute, kernel_stream):
+        while stream.can_step():
+            stream.step()
+    assert not kernel_stream.work
+    assert not transfer.poll(), "the first copy still writes a page"
     site.device.run_all(site.order)
     assert transfer.poll_released()
     assert transfer.poll()
@@ -330,6 +335,18 @@ def test_an_event_that_raises_ends_the_transfer_with_an_error(monkeypatch: pytes
     assert transfer.poll()
     assert transfer.error is not None
     assert "illegal memory access" in transfer.error
+
+
+def test_an_event_that_raises_while_more_is_to_be_queued_does_not_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(chunks_ahead=1)
+    transfer = site.engine.offload(batch([0, 1, 2]), torch.arange(12))
+
+    def broken(self: SimEvent) -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(SimEvent, "query", broken)
+    assert transfer.poll()
+    assert transfer.error is not None
 
 
 @pytest.mark.parametrize("direction", ["load", "offload"])
@@ -471,6 +488,23 @@ def test_empty_batches_are_done_at_once() -> None:
     assert offload.poll()
     assert offload.poll_released()
     assert offload.error is None
+
+
+def test_close_fails_what_was_not_queued_yet() -> None:
+    site = Site(chunks_ahead=1)
+    running = site.engine.offload(batch([0]), torch.arange(4))
+    waiting = site.engine.offload(batch([1]), torch.arange(4))
+    with pytest.raises(DeadlineExceeded):
+        site.engine.close(0.01)
+    site.device.run_all(site.order)
+    site.engine.close(10)
+    assert running.poll()
+    assert running.error is None
+    assert waiting.poll()
+    assert waiting.poll_released()
+    assert waiting.error is not None
+    assert "closed before" in waiting.error
+    assert (page_of(site.host, LAYOUT, 1) == POISON).all()
 
 
 def test_slots_may_change_once_submitted() -> None:
