@@ -222,11 +222,12 @@ def measure_baselines(report: Report, host: Host, raw: dict[str, float]) -> None
 def measure_tune(report: Report, host: Host, raw: dict[str, float]) -> None:
     """The constants of the package, one at a time, where they matter."""
     rows = []
-    variants: list[dict[str, int]] = [{}]
+    variants: list[dict[str, Any]] = [{}]
     variants += [{"segment_bytes": mib << 20} for mib in (4, 8, 32, 64)]
     variants += [{"num_copy_streams": n} for n in (2, 3)]
-    variants += [{"program_bytes": kib << 10} for kib in (16, 64, 128)]
-    variants += [{"priority": 0}]
+    variants += [{"kernel_options": {"max_programs": n}} for n in (16, 32, 64, 256, 4096)]
+    variants += [{"kernel_options": {"item_bytes": kib << 10}} for kib in (16, 64)]
+    variants += [{"priority": -1}, {"staging_bytes": 64 << 20}]
     matmul = compute_loads()["matmul"]
     for options in variants:
         row: dict[str, Any] = {"options": options}

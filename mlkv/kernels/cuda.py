@@ -23,9 +23,9 @@ from mlkv.layout import KVPool, RankSlice
 
 log = logging.getLogger(__name__)
 
-STREAM_PRIORITY = -1
-"""Above the model's streams: a scatter of a few microseconds that waits behind the queued blocks of a large matmul
-would hold up the copies behind it, while the matmul hardly notices it."""
+STREAM_PRIORITY = 0
+"""That of the model's streams, torch's default: kernels of transfers begin when the blocks of the model's current
+kernel have all been placed, and staging bridges the wait."""
 
 
 class CudaDevice:
@@ -116,7 +116,9 @@ class CudaDevice:
             self._copies.copy(stream.cuda_stream, targets, sources, piece_bytes, sources_are_final=not to_host)
 
     def launch(self, stream: torch.cuda.Stream, kernel: Callable[[int], None]) -> None:
-        if self.kernels.takes_stream:
+        if self.kernels.takes_stream and torch.cuda.current_device() == self._device.index:
+            kernel(stream.cuda_stream)
+        elif self.kernels.takes_stream:
             with torch.cuda.device(self._device.index):
                 kernel(stream.cuda_stream)
         else:

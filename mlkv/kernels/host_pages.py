@@ -57,6 +57,21 @@ class PageBatch:
         return PageBatch(self.indices[start:stop], self.keys[cut], self.parents[cut], self.generations[start:stop])
 
 
+@dataclass(frozen=True)
+class PreparedHeaders:
+    """Parts of headers that do not depend on the payload.
+
+    Attributes:
+        indices: int32 `[n]`, of the pages.
+        bindings: uint64 `[n, num_written_heads]`, see `page.binding`.
+        identities: uint8 `[n, IDENTITY_BYTES]`, None where another rank writes them.
+    """
+
+    indices: npt.NDArray[np.int32]
+    bindings: npt.NDArray[np.uint64]
+    identities: npt.NDArray[np.uint8] | None
+
+
 class HostPages:
     """The host pool as one rank uses it.
 
@@ -104,12 +119,17 @@ class HostPages:
 
     def check(self, batch: PageBatch) -> None:
         """Raise ValueError when a page lies outside the pool."""
-        # As unsigned numbers, so that negative ones are too large as well.
-        if len(batch) and int(batch.indices.view(np.uint32).max()) >= self.num_pages:
+        if len(batch) <= _FEW_PAGES:
+            is_outside = not all(0 <= index < self.num_pages for index in batch.indices.tolist())
+        else:  # as unsigned numbers, so that negative ones are too large as well
+            is_outside = int(batch.indices.view(np.uint32).max()) >= self.num_pages
+        if is_outside:
             raise ValueError(f"page indices must be in [0, {self.num_pages}), got {batch.indices.tolist()}")
 
     def run_addresses(self, batch: PageBatch) -> npt.NDArray[np.int64]:
         """Address of this rank's run of heads in each page: int64 `[n]`."""
+        if len(batch) == 1:
+            return np.array([self.address + self._start + int(batch.indices[0]) * self.layout.page_bytes])
         return batch.indices.astype(np.int64) * self.layout.page_bytes + (self.address + self._start)
 
     def read_runs(self, batch: PageBatch, out: npt.NDArray[np.uint8]) -> None:
@@ -148,26 +168,34 @@ class HostPages:
         promised: npt.NDArray[np.uint64] = table - self._bindings(batch, num_heads)
         return promised
 
-    def write_headers(self, batch: PageBatch, sums: npt.NDArray[np.uint64]) -> None:
-        """Write what this rank owes to the headers: its heads' checksums, and the identity if that is its job.
-
-        Args:
-            sums: uint64 `[n, num_written_heads]`, payload checksums of the bytes written to these pages.
-        """
-        if not len(batch):
-            return
-        num_heads = self.rank_slice.num_written_heads
-        if num_heads:
-            entries = np.ascontiguousarray(sums + self._bindings(batch, num_heads))
-            self.pages[batch.indices, self._table(num_heads)] = entries.view(np.uint8)
+    def prepare_headers(self, batch: PageBatch) -> PreparedHeaders:
+        """What this rank owes to the headers, but for the sums, which are known only when all is copied."""
+        identities = None
         if self.writes_identity:
-            self.pages[batch.indices, : page.IDENTITY_BYTES] = page.pack_identities(
+            identities = page.pack_identities(
                 self.layout,
                 keys=batch.keys,
                 parents=batch.parents,
                 fingerprint=self._fingerprint,
                 generations=batch.generations,
             )
+        bindings = self._bindings(batch, self.rank_slice.num_written_heads)
+        return PreparedHeaders(batch.indices, bindings, identities)
+
+    def write_headers(self, headers: PreparedHeaders, sums: npt.NDArray[np.uint64] | None) -> None:
+        """Write this rank's part of the headers: its heads' checksums, and the identity if that is its job.
+
+        Args:
+            sums: uint64 `[n, num_written_heads]`, payload checksums of the bytes written to these pages; None
+                where this rank writes no heads.
+        """
+        if not len(headers.indices):
+            return
+        if sums is not None:
+            entries = np.ascontiguousarray(sums + headers.bindings)
+            self.pages[headers.indices, self._table(entries.shape[1])] = entries.view(np.uint8)
+        if headers.identities is not None:
+            self.pages[headers.indices, : page.IDENTITY_BYTES] = headers.identities
 
     def _table(self, num_heads: int) -> slice:
         start = HEADER_IDENTITY_BYTES + 8 * self.rank_slice.head_start
@@ -179,8 +207,9 @@ class HostPages:
 
 def num_verified(expected: npt.NDArray[np.uint64], found: npt.NDArray[np.uint64]) -> int:
     """Length of the longest prefix of pages whose sums `[n, num_heads]` are all as expected."""
-    same = expected == found
-    return len(same) if same.all() else _prefix(same.all(axis=1))
+    if expected.tobytes() == found.tobytes():  # nearly always, and quickest
+        return len(expected)
+    return _prefix((expected == found).all(axis=1))
 
 
 def _prefix(good: npt.NDArray[np.bool_]) -> int:

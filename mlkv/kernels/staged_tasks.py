@@ -13,7 +13,7 @@ import torch
 
 from mlkv.kernels.device import Event, S, Staging, Words
 from mlkv.kernels.direction import Direction
-from mlkv.kernels.host_pages import PageBatch, num_verified
+from mlkv.kernels.host_pages import PageBatch, PreparedHeaders, num_verified
 from mlkv.kernels.staging import PinnedBlock, Segments
 from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferPath
 
@@ -117,13 +117,14 @@ class StagedTask(Generic[S]):
         sums: npt.NDArray[np.uint64] = self._sum_parts.sum(axis=-1)
         return sums
 
-    def _begin(self) -> None:
-        """Once, before the first kernel of chunks: slots where kernels read them, order with the caller."""
+    def _upload_slots(self) -> None:
+        """Bring the slots to the device, for all chunks but the first.
+
+        Every program of a kernel reads slots, many programs the same ones. For one chunk that costs less over the
+        link than a copy that this chunk would have to wait for.
+        """
         if self._slots_are_pinned and len(self.pages) > self._direction.ring.pages_per_segment:
-            # Each program of a kernel reads its page's slots, many programs the same ones. Over the link that
-            # costs less than a copy of its own for a single segment only.
             self._slots = self._device.upload(self._direction.kernel_stream, self._slots)
-        self._join_caller()
 
     def _join_caller(self) -> None:
         """Let kernels begin after what the caller had queued when it submitted this task."""
@@ -191,15 +192,16 @@ class StagedLoad(StagedTask[S], LoadTransfer):
     def _queue_chunks(self, may_go_on: Callable[[], bool]) -> Event | None:
         """Returns the event after the last scatter once all chunks are queued, None before."""
         ring = self._direction.ring
-        # Quarters of the task, so that the last scatter, beside which nothing is copied, is short; and half of the
+        # Eighths of the task, so that the last scatter, beside which nothing is copied, is short; and half of the
         # ring, so that there is another part to copy into meanwhile.
         num_segments = -(-len(self.pages) // ring.pages_per_segment)
-        most = min(CHUNK_SEGMENTS, -(-num_segments // 4), max(1, ring.num_segments // 2))
+        most = min(CHUNK_SEGMENTS, -(-num_segments // 8), max(1, ring.num_segments // 2))
         while True:
             segments = ring.take(most)
             copied, _ = self._copy(segments, segments.busy, to_host=False)
             if not self._num_queued:  # only now, so that the first copy is on its way as early as can be
-                self._begin()
+                self._upload_slots()
+                self._join_caller()
             self._device.wait(self._direction.kernel_stream, copied)
             num_pages = min(segments.num_pages, len(self.pages) - self._num_queued)
             scattered = self._launch(self._num_queued, num_pages, segments)
@@ -228,6 +230,7 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
         self._released_event: Event | None = None
         self._released = False
         self._last_copies: dict[int, Event] = {}  # by copy stream
+        self._headers: PreparedHeaders | None = None
 
     def poll_released(self) -> bool:
         if self._released or self._over:
@@ -246,16 +249,29 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
     def queue(self, may_go_on: Callable[[], bool]) -> bool:
         if self.path == "direct":
             self._released_event = self._queue_direct()
-            self._done_events = (self._released_event,)
-            return True
+            events: tuple[Event, ...] = (self._released_event,)
+        elif self._queue_chunks(may_go_on):
+            events = tuple(self._last_copies.values())
+        else:
+            return False
+        self._headers = self._host.prepare_headers(self.pages)  # while the device copies
+        self._done_events = events
+        return True
+
+    def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
         ring = self._direction.ring
         if not self._num_queued:
-            self._begin()
+            self._join_caller()
         while True:
             # One segment first, so that copies begin; then all that there is room for by one kernel, so that slots
             # are released while the first segment is still on its way; then as room comes back.
             rest = -(-(len(self.pages) - self._num_queued) // ring.pages_per_segment)
-            segments = ring.take(rest if self._num_queued else 1, only_free=True)
+            if not self._num_queued:
+                segments = ring.take(1)
+            elif ring.next_is_free():
+                segments = ring.take(rest, only_free=True)
+            else:
+                segments = ring.take(min(rest, CHUNK_SEGMENTS, max(1, ring.num_segments // 2)))
             for event in segments.busy:
                 self._device.wait(self._direction.kernel_stream, event)
             num_pages = min(segments.num_pages, len(self.pages) - self._num_queued)
@@ -265,17 +281,15 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
                 group.busy = [copied]
                 self._last_copies[which] = copied
                 self._direction.chunk_is_queued(copied)
+                if not self._num_queued:
+                    self._upload_slots()
                 self._num_queued = min(self._num_queued + group.num_pages, len(self.pages))
             if self._num_queued == len(self.pages):
                 self._released_event = gathered
-                self._done_events = tuple(self._last_copies.values())
                 return True
             if not may_go_on():
                 return False
 
     def _complete(self) -> None:
-        if self._block is None:
-            sums = np.empty((len(self.pages), 0), np.uint64)
-        else:
-            sums = self._found_sums()
-        self._host.write_headers(self.pages, sums)
+        headers = self._headers or self._host.prepare_headers(self.pages)
+        self._host.write_headers(headers, None if self._block is None else self._found_sums())

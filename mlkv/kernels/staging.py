@@ -51,6 +51,10 @@ class StagingRing:
         self._next = (start + count) % self.num_segments
         return Segments(self, start, count)
 
+    def next_is_free(self) -> bool:
+        """Whether nothing uses the next segment any more."""
+        return all(event.query() for event in self._busy[self._next])
+
     def distrust(self, events: tuple[Event, ...]) -> None:
         """After work was queued only in part: no segment is used again before these events."""
         self._busy = [events] * self.num_segments

@@ -1,9 +1,9 @@
 """Gather with checksum and scatter with checksum as one Triton kernel for each group of planes.
 
-Tiles of rows pass through registers: read from one side, weighted and summed, written to the other. Every program
-leaves the sum of what it moved in pinned host memory; nothing is added up or compared on the device, so there are
-no atomics, nothing to clear before and nothing to copy after. For one page of one head in Llama-3.1-8B geometry
-(64 tokens) that is 32 sums of 8 bytes for 1 MiB moved.
+Tiles of rows pass through registers: read from one side, weighted and summed, written to the other. For every
+item of work the sum of what was moved is left in pinned host memory; nothing is added up or compared on the
+device, so there are no atomics, nothing to clear before and nothing to copy after. For one page of one head in
+Llama-3.1-8B geometry (64 tokens) that is 32 sums of 8 bytes for 1 MiB moved.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ _NUM_WARPS = 4
 _TILE_BYTES = 8192
 """In registers at a time: with 4 warps, four independent 16-byte loads a thread, and sums in 32 registers."""
 
-_PROGRAM_BYTES = 32 << 10
-"""Moved by one program. A chunk of 16 MiB makes 512 programs. On an H200 528 programs (4 for each SM) moved
-1.7 TB/s, 132 programs 1.3, 64 programs 0.8."""
+_ITEM_BYTES = 32 << 10
+"""Moved by a program at a time, and summed into one of the numbers that reach the host."""
+
+_MAX_PROGRAMS = 128
+"""Programs of one launch; each goes on to the next item until there are none. On an idle H200 132 programs move
+1.3 TB/s, 528 programs 1.7, both far above the link. Beside a matmul that fills the chip, whose blocks leave no
+room for others on their SM, few programs settle on a few SMs; thousands took over all of them, chunk by chunk,
+and a loop of matmuls beside a load took 1.075 of its time."""
 
 
 @triton.jit
@@ -39,7 +44,7 @@ def _word_weight(word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_heads", "head_bytes", "num_parts", "first_part"],
+    do_not_specialize=["num_slices", "num_heads", "head_bytes", "num_parts", "first_part", "items_per_slice"],
     # Chunks begin anywhere in these; a second compilation would be in the middle of somebody's request.
     do_not_specialize_on_alignment=["slots", "sums"],
 )
@@ -48,10 +53,12 @@ def _move_pages(  # type: ignore[no-untyped-def]
     pages,
     sums,
     table,
+    num_slices,
     num_heads,
     head_bytes,
     num_parts,
     first_part,
+    items_per_slice,
     SCATTER: tl.constexpr,
     ADDRESSES: tl.constexpr,
     PER_PAGE: tl.constexpr,
@@ -68,81 +75,87 @@ def _move_pages(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     TILE_UNITS: tl.constexpr,
 ):
-    """One program moves `ENTRIES` (layer, plane) rows of the table for one head of one page."""
-    page = tl.program_id(0) // num_heads
-    head = tl.program_id(0) % num_heads
-    part = tl.program_id(1)
-    if ADDRESSES:
-        slice_address = tl.load(pages + page) + head.to(tl.int64) * head_bytes
-    else:
-        slice_address = pages.to(tl.int64) + (page.to(tl.int64) * num_heads + head) * head_bytes
+    """An item is `ENTRIES` (layer, plane) rows of the table for one slice, that is, one head of one page."""
     if UNIT_BYTES == 4:
         unit = tl.uint32
     elif UNIT_BYTES == 2:
         unit = tl.uint16
     else:
         unit = tl.uint8
-    total = tl.zeros([TILE_ROWS, TILE_UNITS], tl.uint64)
-    padding_total = tl.zeros([16], tl.uint64)
-    for entry in range(ENTRIES):
-        at = table + (part * ENTRIES + entry) * COLUMNS
-        address = tl.load(at) + head * tl.load(at + 3)
-        block_step = tl.load(at + 1)
-        token_step = tl.load(at + 2)
-        plane_offset = tl.load(at + 4)
-        for first_row in range(0, ROWS, TILE_ROWS):
-            row = first_row + tl.arange(0, TILE_ROWS)
-            if PER_PAGE:
-                slot = tl.load(slots + page * PAGE_TOKENS + row * 0)
-                place = address + (slot // BLOCK_TOKENS) * block_step
-            else:
-                slot = tl.load(slots + page * PAGE_TOKENS + row, mask=row < ROWS, other=-1)
-                place = address + (slot // BLOCK_TOKENS) * block_step + (slot % BLOCK_TOKENS) * token_step
-            for first_unit in range(0, ROW_UNITS, TILE_UNITS):
-                column = first_unit + tl.arange(0, TILE_UNITS)
-                inside = (row < ROWS)[:, None] & (column < ROW_UNITS)[None, :]
-                used = inside & (slot >= 0)[:, None]
-                in_plane = (row * ROW_UNITS)[:, None] + column[None, :]
-                paged = place[:, None] + (column * UNIT_BYTES)[None, :]
-                packed = slice_address + plane_offset + in_plane * UNIT_BYTES
-                if ALIGNED:
-                    paged = tl.multiple_of(paged, [1, 16])
-                    packed = tl.multiple_of(packed, [1, 16])
-                paged = paged.to(tl.pointer_type(unit))
-                packed = packed.to(tl.pointer_type(unit))
-                if ALIGNED:
-                    paged = tl.max_contiguous(tl.multiple_of(paged, [1, 16]), [1, TILE_UNITS])
-                    packed = tl.max_contiguous(tl.multiple_of(packed, [1, 16]), [1, TILE_UNITS])
-                if SCATTER:
-                    data = tl.load(packed, mask=inside, other=0)
-                    tl.store(paged, data, mask=used)
+    item = tl.program_id(0)
+    while item < num_slices * items_per_slice:
+        # Heads of a page next to each other in time, as they are in the pool.
+        slice_of_all = item % num_slices
+        part = item // num_slices
+        page = slice_of_all // num_heads
+        head = slice_of_all % num_heads
+        if ADDRESSES:
+            slice_address = tl.load(pages + page) + head.to(tl.int64) * head_bytes
+        else:
+            slice_address = pages.to(tl.int64) + (page.to(tl.int64) * num_heads + head) * head_bytes
+        total = tl.zeros([TILE_ROWS, TILE_UNITS], tl.uint64)
+        padding_total = tl.zeros([16], tl.uint64)
+        for entry in range(ENTRIES):
+            at = table + (part * ENTRIES + entry) * COLUMNS
+            address = tl.load(at) + head * tl.load(at + 3)
+            block_step = tl.load(at + 1)
+            token_step = tl.load(at + 2)
+            plane_offset = tl.load(at + 4)
+            for first_row in range(0, ROWS, TILE_ROWS):
+                row = first_row + tl.arange(0, TILE_ROWS)
+                if PER_PAGE:
+                    slot = tl.load(slots + page * PAGE_TOKENS + row * 0)
+                    place = address + (slot // BLOCK_TOKENS) * block_step
                 else:
-                    data = tl.load(paged, mask=used, other=0)
-                    tl.store(packed, data, mask=inside)
-                if CHECKSUM:
-                    if UNIT_BYTES == 4:
-                        word = (plane_offset // 4).to(tl.uint32) + in_plane.to(tl.uint32)
-                        total += data.to(tl.uint64) * _word_weight(word)
+                    slot = tl.load(slots + page * PAGE_TOKENS + row, mask=row < ROWS, other=-1)
+                    place = address + (slot // BLOCK_TOKENS) * block_step + (slot % BLOCK_TOKENS) * token_step
+                for first_unit in range(0, ROW_UNITS, TILE_UNITS):
+                    column = first_unit + tl.arange(0, TILE_UNITS)
+                    inside = (row < ROWS)[:, None] & (column < ROW_UNITS)[None, :]
+                    used = inside & (slot >= 0)[:, None]
+                    in_plane = (row * ROW_UNITS)[:, None] + column[None, :]
+                    paged = place[:, None] + (column * UNIT_BYTES)[None, :]
+                    packed = slice_address + plane_offset + in_plane * UNIT_BYTES
+                    if ALIGNED:
+                        paged = tl.multiple_of(paged, [1, 16])
+                        packed = tl.multiple_of(packed, [1, 16])
+                    paged = paged.to(tl.pointer_type(unit))
+                    packed = packed.to(tl.pointer_type(unit))
+                    if ALIGNED:
+                        paged = tl.max_contiguous(tl.multiple_of(paged, [1, 16]), [1, TILE_UNITS])
+                        packed = tl.max_contiguous(tl.multiple_of(packed, [1, 16]), [1, TILE_UNITS])
+                    if SCATTER:
+                        data = tl.load(packed, mask=inside, other=0)
+                        tl.store(paged, data, mask=used)
                     else:
-                        byte = plane_offset.to(tl.uint32) + in_plane.to(tl.uint32) * UNIT_BYTES
-                        value = data.to(tl.uint64) << ((byte % 4) * 8).to(tl.uint64)
-                        total += value * _word_weight(byte // 4)
-        if PADDING_BYTES > 0:
-            byte = tl.arange(0, 16)
-            start = plane_offset + ROWS * ROW_UNITS * UNIT_BYTES
-            padding = (slice_address + start + byte).to(tl.pointer_type(tl.uint8))
-            inside_padding = byte < PADDING_BYTES
-            if SCATTER:
-                # Zeros of a good page; a page in which they are not must not verify.
-                value = tl.load(padding, mask=inside_padding, other=0).to(tl.uint64)
-                byte_of_slice = start.to(tl.uint32) + byte.to(tl.uint32)
-                value = value << ((byte_of_slice % 4) * 8).to(tl.uint64)
-                padding_total += value * _word_weight(byte_of_slice // 4)
-            else:
-                tl.store(padding, tl.zeros([16], tl.uint8), mask=inside_padding)
-    if CHECKSUM:
-        result = tl.sum(tl.sum(total, axis=1), axis=0) + tl.sum(padding_total, axis=0)
-        tl.store(sums + tl.program_id(0).to(tl.int64) * num_parts + first_part + part, result.to(tl.int64))
+                        data = tl.load(paged, mask=used, other=0)
+                        tl.store(packed, data, mask=inside)
+                    if CHECKSUM:
+                        if UNIT_BYTES == 4:
+                            word = (plane_offset // 4).to(tl.uint32) + in_plane.to(tl.uint32)
+                            total += data.to(tl.uint64) * _word_weight(word)
+                        else:
+                            byte = plane_offset.to(tl.uint32) + in_plane.to(tl.uint32) * UNIT_BYTES
+                            value = data.to(tl.uint64) << ((byte % 4) * 8).to(tl.uint64)
+                            total += value * _word_weight(byte // 4)
+            if PADDING_BYTES > 0:
+                byte = tl.arange(0, 16)
+                start = plane_offset + ROWS * ROW_UNITS * UNIT_BYTES
+                padding = (slice_address + start + byte).to(tl.pointer_type(tl.uint8))
+                inside_padding = byte < PADDING_BYTES
+                if SCATTER:
+                    # Zeros of a good page; a page in which they are not must not verify.
+                    value = tl.load(padding, mask=inside_padding, other=0).to(tl.uint64)
+                    byte_of_slice = start.to(tl.uint32) + byte.to(tl.uint32)
+                    value = value << ((byte_of_slice % 4) * 8).to(tl.uint64)
+                    padding_total += value * _word_weight(byte_of_slice // 4)
+                else:
+                    tl.store(padding, tl.zeros([16], tl.uint8), mask=inside_padding)
+        if CHECKSUM:
+            result = tl.sum(tl.sum(total, axis=1), axis=0) + tl.sum(padding_total, axis=0)
+            sum_at = slice_of_all.to(tl.int64) * num_parts + first_part + part
+            tl.store(sums + sum_at, result.to(tl.int64))
+        item += tl.num_programs(0)
 
 
 _IS_INTERPRETED = not isinstance(_move_pages, triton.runtime.JITFunction)
@@ -152,11 +165,11 @@ class _Launch:
     """A group of planes with the shape of its kernel, compiled when first needed for each way of using it."""
 
     def __init__(
-        self, pool: KVPool, group: PlaneGroup, program_bytes: int, first_part: int, *, checksum: bool
+        self, pool: KVPool, group: PlaneGroup, item_bytes: int, first_part: int, *, checksum: bool
     ) -> None:
         plane_bytes = group.num_rows * group.row_bytes
-        # A whole number of programs, so that every program has the same work and none a bound to check.
-        wanted = max(1, program_bytes // plane_bytes)
+        # A whole number of items, so that all are alike and none has a bound to check.
+        wanted = max(1, item_bytes // plane_bytes)
         entries = max(n for n in range(1, wanted + 1) if len(group.rows) % n == 0)
         row_units = group.row_bytes // group.unit_bytes
         max_units = _TILE_BYTES // group.unit_bytes
@@ -192,6 +205,7 @@ class _Launch:
         num_pages: int,
         num_heads: int,
         num_parts: int,
+        max_programs: int,
         slots: Words,
         pages: Staging | Words,
         sums: Words,
@@ -200,8 +214,11 @@ class _Launch:
         scatter: bool,
     ) -> None:
         direct = isinstance(pages, Words)
-        grid = (num_pages * num_heads, self.num_parts, 1)
-        numbers = (num_heads, self._head_bytes, num_parts, self._first_part)
+        num_slices = num_pages * num_heads
+        num_items = num_slices * self.num_parts
+        # A direct launch is small, or the device is idle.
+        grid = (num_items if direct else min(num_items, max_programs), 1, 1)
+        numbers = (num_slices, num_heads, self._head_bytes, num_parts, self._first_part, self.num_parts)
         constants = (scatter, direct, *self._constants.values())
         if _IS_INTERPRETED:
             memory = pages.tensor if isinstance(pages, Words) else pages.memory
@@ -236,6 +253,7 @@ class TritonKernels:
 
     Args:
         checksum: False leaves sums unwritten; only for measuring what they cost.
+        item_bytes, max_programs: how work is split; see the constants.
 
     Raises:
         ValueError: for a pool whose rows are not contiguous.
@@ -245,23 +263,50 @@ class TritonKernels:
     takes_stream = True
 
     def __init__(
-        self, pool: KVPool, rank_slice: RankSlice, *, checksum: bool = True, program_bytes: int = _PROGRAM_BYTES
+        self,
+        pool: KVPool,
+        rank_slice: RankSlice,
+        *,
+        checksum: bool = True,
+        item_bytes: int = _ITEM_BYTES,
+        max_programs: int = _MAX_PROGRAMS,
     ) -> None:
         self._pool = pool  # the table has addresses of its tensors
         self._slice = rank_slice
+        self._max_programs = max_programs
         self._launches: list[_Launch] = []
         self.num_parts = 0
         for group in plane_groups(pool):
-            launch = _Launch(pool, group, program_bytes, self.num_parts, checksum=checksum)
+            launch = _Launch(pool, group, item_bytes, self.num_parts, checksum=checksum)
             self._launches.append(launch)
             self.num_parts += launch.num_parts
 
     def gather(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
-        heads = self._slice.num_written_heads
-        for launch in self._launches:
-            launch.run(num_pages, heads, self.num_parts, slots, pages, sums, stream, scatter=False)
+        self._run(num_pages, self._slice.num_written_heads, slots, pages, sums, stream, scatter=False)
 
     def scatter(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
-        heads = self._slice.num_heads
+        self._run(num_pages, self._slice.num_heads, slots, pages, sums, stream, scatter=True)
+
+    def _run(
+        self,
+        num_pages: int,
+        num_heads: int,
+        slots: Words,
+        pages: Staging | Words,
+        sums: Words,
+        stream: int,
+        *,
+        scatter: bool,
+    ) -> None:
         for launch in self._launches:
-            launch.run(num_pages, heads, self.num_parts, slots, pages, sums, stream, scatter=True)
+            launch.run(
+                num_pages,
+                num_heads,
+                self.num_parts,
+                self._max_programs,
+                slots,
+                pages,
+                sums,
+                stream,
+                scatter=scatter,
+            )

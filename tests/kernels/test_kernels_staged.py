@@ -441,8 +441,8 @@ def test_transfers_that_are_still_running_are_not_forgotten_when_others_make_roo
 @pytest.mark.parametrize(
     ("layout", "num_stored_before", "launches"),
     [
-        (LAYOUT, 0, [1, 3, 1, 1, 1]),
-        (LAYOUT, 2, [1, 1, 2, 1, 1, 1]),  # what is free at the end of the ring and at its start is apart
+        (LAYOUT, 0, [1, 3, 2, 1]),
+        (LAYOUT, 2, [1, 1, 2, 2, 1]),  # what is free at the end of the ring and at its start is apart
     ],
 )
 def test_one_kernel_gathers_all_that_there_is_room_for_after_the_first_chunk(

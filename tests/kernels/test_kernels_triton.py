@@ -81,7 +81,8 @@ def check_both_ways(
     *,
     seed: int,
     direct: bool = False,
-    program_bytes: int = 32 << 10,
+    item_bytes: int = 32 << 10,
+    max_programs: int = 128,
 ) -> None:
     num_blocks = 3 * layout.page_tokens // block_tokens
     build = functools.partial(
@@ -94,7 +95,7 @@ def check_both_ways(
         device=DEVICE,
     )
     source = build(seed=seed)
-    kernels = TritonKernels(source.pool, rank_slice, program_bytes=program_bytes)
+    kernels = TritonKernels(source.pool, rank_slice, item_bytes=item_bytes, max_programs=max_programs)
     slots = random_slots(NUM_PAGES, layout, num_blocks, block_tokens, seed)
     written = rank_slice.num_written_heads
     page_shape = (NUM_PAGES, written, layout.head_bytes)
@@ -116,7 +117,7 @@ def check_both_ways(
     pages = torch.randint(0, 256, (NUM_PAGES, heads, layout.head_bytes), dtype=torch.uint8)
     target = build(seed=seed + 1)
     expected = build(storages=[storage.clone() for storage in target.storages])
-    kernels = TritonKernels(target.pool, rank_slice, program_bytes=program_bytes)
+    kernels = TritonKernels(target.pool, rank_slice, item_bytes=item_bytes, max_programs=max_programs)
     slots = random_slots(NUM_PAGES, layout, num_blocks, block_tokens, seed + 2)
     slots[torch.rand(len(slots), generator=torch.Generator().manual_seed(seed)) < 0.3] = -1
     sums = sums_of(kernels, heads)
@@ -184,11 +185,11 @@ def test_rows_longer_than_a_tile_move_bit_exactly() -> None:
     check_both_ways(layout, "separate", 8, 1, RankSlice(0, 1, 1), seed=9)
 
 
-def test_work_is_split_into_programs_of_any_size() -> None:
+def test_work_is_split_into_items_and_programs_in_any_way() -> None:
     layout = gqa(layers=3, heads=1, page_tokens=4)  # planes of 64 bytes
-    for program_bytes in (1, 150, 200, 1 << 20):
+    for item_bytes, max_programs in ((1, 128), (150, 1), (200, 3), (1 << 20, 128), (1, 5)):
         part = RankSlice(0, 1, 1)
-        check_both_ways(layout, "separate", 4, 1, part, seed=10, program_bytes=program_bytes)
+        check_both_ways(layout, "separate", 4, 1, part, seed=10, item_bytes=item_bytes, max_programs=max_programs)
 
 
 def test_rows_with_gaps_are_refused() -> None:
