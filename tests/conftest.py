@@ -10,6 +10,10 @@ import torch
 
 torch.set_num_threads(1)
 
+# Triton decides when it is imported whether its kernels run in its interpreter, and other tests import it too.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 @pytest.fixture(autouse=True)
 def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:

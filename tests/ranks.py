@@ -99,7 +99,9 @@ def _rank_main(
     os.environ.clear()
     os.environ.update(environ)
     # One name for the job of all ranks, as a launcher would give them.
-    os.environ.update(RANK=str(rank), MASTER_ADDR=folder, MASTER_PORT="0")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=folder, MASTER_PORT="0"
+    )
     stacks = open(Path(folder, f"stacks{rank}"), "w")  # noqa: SIM115 - must outlive this function for the watchdog
     faulthandler.dump_traceback_later(deadline_s, exit=True, file=stacks)
     torch.set_num_threads(1)

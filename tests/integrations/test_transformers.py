@@ -135,6 +135,7 @@ def test_a_model_without_a_name_needs_an_identity(model: Any) -> None:
 
 def _turns(_: int, folder: str, faults: str) -> tuple[list[list[int]], list[int]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto").eval()
+    assert model.tp_size == 2, "these are to be two parts of one model"
     tokens, answers, loaded = prompt(40, 1), [], []
     with CachedModel(model, **settings(faults=faults, model="tp")) as cached:
         for turn in range(3):

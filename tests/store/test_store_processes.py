@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from store_helpers import RankProcess, chain, eventually, is_running
 
@@ -110,9 +111,11 @@ def test_joining_while_the_owner_leaves_always_ends_in_an_owner(new_rank: NewRan
 
 
 def test_engine_gets_no_child_to_wait_for(new_client: NewClient):
-    new_client()
+    before = {child.pid for child in psutil.Process().children()}
+    client = new_client()
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(client.owner_pid, os.WNOHANG)
+    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 def test_owner_runs_in_a_session_of_its_own(new_client: NewClient):
