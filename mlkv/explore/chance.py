@@ -6,7 +6,8 @@ import random
 from itertools import accumulate
 
 from mlkv.dist.explore import Action
-from mlkv.explore.engine import WISHES
+from mlkv.dist.protocol import MAX_FAILURES
+from mlkv.explore.engine import SECOND_TURN, WISHES
 from mlkv.explore.parts import Parts, Shape
 from mlkv.explore.replica import VirtualReplica
 from mlkv.explore.world import VirtualWorld
@@ -24,6 +25,7 @@ _WEIGHTS = {
     "abort": 1.2,
     "preempt": 1.2,
     "fail": 1.5,
+    "break": 0.2,
     "rot": 2.5,
     "tick": 0.4,
     "clear": 0.25,
@@ -37,8 +39,8 @@ _VERBS = tuple(_WEIGHTS)
 _CUMULATIVE = tuple(accumulate(_WEIGHTS.values()))
 
 _STEMS = ("the cat sat on the mat and", "the dog ran home to eat", "the cat sat by the door")
-_TAILS = ("", "", "today", "now then", "red green blue")
-_NAMES = "abcdefgh"
+_TAILS = ("", "", "today", "now then", "red green blue", SECOND_TURN.strip())
+_NAMES = "abcdefghijklmnop"
 
 
 def choose(world: VirtualWorld, rng: random.Random) -> Action:
@@ -54,6 +56,8 @@ def choose(world: VirtualWorld, rng: random.Random) -> Action:
             return (verb, replica.index)
         case "post" | "apply":
             return _some_rank(verb, replica, rank)
+        case "transfer" if world.shape.slow_copies and rng.random() < 0.95:
+            return _crowd(replica, rank, rng)
         case "transfer" | "fail":
             return _transfer(verb, replica, rng)
         case "request":
@@ -91,6 +95,14 @@ def _some_rank(verb: str, replica: VirtualReplica, start: int) -> Action:
     return ("decide", replica.index)
 
 
+def _crowd(replica: VirtualReplica, rank: int, rng: random.Random) -> Action:
+    """More and more copies in flight, until ranks fail more of them than one report can tell."""
+    number = replica.ranks[rank].number
+    if len(replica.ranks[rank].transfers) > MAX_FAILURES and rng.random() < 0.8:
+        return ("break", number)
+    return _request(replica, rng) if rng.random() < 0.4 else ("step", replica.index)
+
+
 def _transfer(verb: str, replica: VirtualReplica, rng: random.Random) -> Action:
     size = len(replica.ranks)
     start = rng.randrange(size)
@@ -109,7 +121,7 @@ def _transfer(verb: str, replica: VirtualReplica, rng: random.Random) -> Action:
 
 def _request(replica: VirtualReplica, rng: random.Random) -> Action:
     words = rng.choice(_STEMS).split()[: rng.randint(1, 7)] + rng.choice(_TAILS).split()
-    wishes = " ".join(wish for wish in WISHES if rng.random() < 0.12)
+    wishes = " ".join(wish for wish in WISHES if rng.random() < (0.25 if wish == "again" else 0.1))
     return ("request", replica.index, rng.choice(_NAMES), " ".join(words), wishes)
 
 

@@ -18,7 +18,7 @@ WISHES = ("nolookup", "decline", "hurry", "nooffload", "again")
 """What a request may want other than looking up, loading, computing, storing: no lookup at all; decline the hit;
 decline before the answer; store nothing; a second turn that continues the first while that is being stored."""
 
-_SECOND_TURN = " and then it said"
+SECOND_TURN = " and then it said"
 
 
 class Want(Enum):
@@ -83,7 +83,7 @@ class VirtualEngine:
 
     def order_request(self, request_id: str, text: str, wishes: frozenset[str]) -> bool:
         """A request arrives. It has to fit, with its second turn."""
-        fits = -(-len((text + _SECOND_TURN).split()) // PAGE_TOKENS) <= self._num_blocks
+        fits = -(-len((text + SECOND_TURN).split()) // PAGE_TOKENS) <= self._num_blocks
         if self._knows(request_id) or request_id in self.draining or not text.split() or not fits:
             return False
         self._orders.append(("request", request_id, text, wishes))
@@ -167,7 +167,7 @@ class VirtualEngine:
         """A second turn: longer, and the device has all of the first."""
         request.device_tokens = request.num_tokens
         request.num_valid = request.num_tokens // PAGE_TOKENS
-        request.text += _SECOND_TURN
+        request.text += SECOND_TURN
         request.wants = Want.LOOKUP
 
     def _compute(self, request: VirtualRequest, calls: list[Call]) -> None:

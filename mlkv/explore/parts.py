@@ -40,6 +40,8 @@ class Shape:
         num_pages: of each store.
         num_blocks: device blocks of each rank, one page each.
         is_late: decisions are applied one step after the exchange that brought them.
+        max_requests: of one replica at once.
+        slow_copies: in random runs, copies take many steps, so that many are in flight.
         max_tasks, max_questions: bounds of lifecycle and planner.
         stored: prompts that every store has from the start.
     """
@@ -50,6 +52,8 @@ class Shape:
     num_pages: int = 8
     num_blocks: int = 12
     is_late: bool = False
+    max_requests: int = 6
+    slow_copies: bool = False
     max_tasks: int = 64
     max_questions: int = 64
     stored: tuple[str, ...] = ()
@@ -75,16 +79,22 @@ class Shape:
 
     @classmethod
     def by_chance(cls, rng: random.Random, parts: Parts = Parts()) -> Shape:
-        """A small world: most faults need only two ranks and a few pages, and there they are easy to follow."""
+        """A small world: most faults need only two ranks and a few pages, and there they are easy to follow.
+
+        One in six has room for more requests, whose copies take long: some faults need many in flight.
+        """
+        crowded = rng.random() < 1 / 6
         return cls(
             num_replicas=rng.choice((1, 1, 1, 2, 2, 3)),
             num_ranks=rng.choice((2, 2, 2, 3, 4)),
             num_hosts=rng.choice((1, 1, 1, 2)),
-            num_pages=rng.choice((4, 6, 8, 12)),
-            stored=rng.choice(((), ("the cat sat on the mat",), ("the dog ran home",))),
-            num_blocks=rng.choice((6, 10, 16)),
+            num_pages=40 if crowded else rng.choice((4, 6, 8, 12)),
+            num_blocks=60 if crowded else rng.choice((6, 10, 16)),
             is_late=rng.random() < 0.25,
-            max_tasks=rng.choice((3, 64, 64)),
+            max_requests=14 if crowded else rng.choice((3, 6)),
+            slow_copies=crowded,
+            max_tasks=64 if crowded else rng.choice((3, 64, 64)),
             max_questions=rng.choice((2, 64, 64)),
+            stored=rng.choice(((), ("the cat sat on the mat",), ("the dog ran home",))),
             parts=parts,
         )

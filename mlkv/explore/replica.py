@@ -100,6 +100,8 @@ class VirtualReplica:
     # What is possible now
 
     def can_post(self, rank: int) -> bool:
+        if self._diverged is not None and self._diverged[0] == rank and self.step[rank] + 1 not in self._plans:
+            return False  # what it knows is not what the others know, so it must not plan for them
         return self.ranks[rank].is_running and self.step[rank] == self.applied[rank]
 
     def can_apply(self, rank: int) -> bool:

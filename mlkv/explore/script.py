@@ -9,7 +9,7 @@ import shlex
 
 from mlkv.dist.explore import Action
 
-_OF_RANKS = ("post", "apply", "gather", "finish", "fail", "kill", "reap", "leave", "diverge")
+_OF_RANKS = ("post", "apply", "gather", "finish", "fail", "kill", "reap", "leave", "diverge", "break")
 _OF_REPLICAS = (
     *("request", "abort", "preempt", "clear", "step", "decide", "serve", "answer", "talk", "land"),
     *("lose", "restart", "trip"),

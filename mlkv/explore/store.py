@@ -59,6 +59,7 @@ class VirtualStore:
         self.rotten: set[tuple[int, int]] = set()
         self._touches: dict[int, list[Touch]] = {}
         self._bad: dict[tuple[bytes, Written], int] = {}  # what a group found bad, and its last question before
+        self._writing: dict[int, list[tuple[int, Written]]] = {}  # reservation -> what is to be written where
         self._newest_generation = 0
         self._cleared_generation = 0
         self._num_submitted = 0
@@ -127,7 +128,11 @@ class VirtualStore:
         if isinstance(reply, wire.Matched):
             self._check_matched(group, cast(wire.Match, request), reply, asked)
         elif isinstance(reply, wire.Reserved):
-            self._check_reserved(reply)
+            self._check_reserved(cast(wire.Reserve, request), reply)
+        elif isinstance(reply, wire.Published):
+            self._check_published(cast(wire.Commit, request), reply)
+        elif isinstance(request, wire.Cancel):
+            self._writing.pop(request.reservation, None)
         elif isinstance(request, wire.Clear):
             self._cleared_generation = self._newest_generation
         self.check_books()
@@ -141,13 +146,35 @@ class VirtualStore:
         if counts.free + counts.reserved + counts.ready + counts.quarantined != self.num_pages:
             raise Violation("the books of the store are right", f"store {self.number} lost pages: {counts}")
 
-    def _check_reserved(self, reply: wire.Reserved) -> None:
+    def _check_reserved(self, request: wire.Reserve, reply: wire.Reserved) -> None:
         for page, generation in zip(reply.page_ids.tolist(), reply.page_generations.tolist(), strict=True):
             self._newest_generation = max(self._newest_generation, generation)
             if page in self._touches:
                 raise Violation(
                     "no page is reused while somebody may touch it",
-                    f"page {page} of store {self.number} was given to a new writer, but {self._touches[page][0]}",
+                    f"page {page} of store {self.number} was given to whoever writes "
+                    f"{text_of(split(request.keys)[-1])}, but {self._touches[page][0]}",
+                )
+
+        if reply.reservation:
+            names = split(request.keys)[reply.first :]
+            pages, generations = reply.page_ids.tolist(), reply.page_generations.tolist()
+            self._writing[reply.reservation] = [
+                (page, Written(key, generation))
+                for page, generation, key in zip(pages, generations, names, strict=False)
+            ]
+
+    def _check_published(self, request: wire.Commit, reply: wire.Published) -> None:
+        for page, content in self._writing.pop(request.reservation)[: reply.num_good]:
+            self._check_whole(page, content, "was published")
+
+    def _check_whole(self, page: int, wanted: Written, what: str) -> None:
+        for piece, content in enumerate(self.contents[page]):
+            if content != wanted:
+                raise Violation(
+                    "no byte is served under a key it was not written for",
+                    f"page {page} {what} as {text_of(wanted.key)}, but the slice of rank {piece} holds "
+                    f"{describe_content(content)}",
                 )
 
     def _check_matched(self, group: bytes, request: wire.Match, reply: wire.Matched, asked: int) -> None:
@@ -164,13 +191,7 @@ class VirtualStore:
                     "a bad page is never matched again",
                     f"page {page} ({text_of(key)}) was found bad, and a later lookup was given it again",
                 )
-            for piece, content in enumerate(self.contents[page]):
-                if content != found:
-                    raise Violation(
-                        "no byte is served under a key it was not written for",
-                        f"page {page} can be found as {text_of(key)}, but the slice of rank {piece} holds "
-                        f"{describe_content(content)}",
-                    )
+            self._check_whole(page, found, "can be found")
 
     def press(self, num_pages: int) -> int:
         """A neighbour stores a prompt nobody else has; how many pages it was given."""

@@ -12,6 +12,7 @@ Actions. In stories and transcripts they stand as lines, see `script`. Ranks are
 `gather RANK ID`                        an offload on one rank has left its device slots
 `finish RANK KIND ID`                   a transfer on one rank ends well (KIND: load, offload)
 `fail RANK KIND ID PAGES`               it fails after so many good pages
+`break RANK`                            all its transfers in flight fail at once, with no good page
 `serve REPLICA`, `answer REPLICA`       the owner handles the master's oldest request; its oldest answer arrives
 `talk REPLICA`                          the owner handles everything the master asked, and all answers arrive
 `land REPLICA`                          all copies in flight end well, on every rank
@@ -46,8 +47,6 @@ from mlkv.explore.replica import VirtualReplica
 from mlkv.explore.retelling import simpler
 from mlkv.explore.script import describe_action
 from mlkv.explore.store import VirtualStore, describe_reply, describe_request
-
-_MAX_REQUESTS = 6  # of one replica at once
 
 _COUNTERS = frozenset(
     # What only counts or only names, and never decides. Which steps ranks are in, a replica tells itself.
@@ -118,7 +117,7 @@ class VirtualWorld(World):
         if not wanted <= set(WISHES):
             raise ValueError(f"wishes are {', '.join(WISHES)}, not {wishes!r}")
         engine = self.replicas[replica].engine
-        return engine.num_requests < _MAX_REQUESTS and engine.order_request(request_id, text, wanted)
+        return engine.num_requests < self.shape.max_requests and engine.order_request(request_id, text, wanted)
 
     def _do_abort(self, replica: int, request_id: str) -> bool:
         return self.replicas[replica].engine.order_abort(request_id, lives_on=False)
@@ -190,6 +189,13 @@ class VirtualWorld(World):
         if transfer is None or not 0 <= num_good < len(transfer.pages):
             return False
         rank.finish(transfer, num_good)
+        return True
+
+    def _do_break(self, number: int) -> bool:
+        rank = self.rank(number)
+        for transfer in list(rank.transfers.values()):
+            self.say(f"the {transfer.touch.kind} of {transfer.touch.request_id} fails")
+            rank.finish(transfer, 0)
         return True
 
     def _do_serve(self, replica: int) -> bool:

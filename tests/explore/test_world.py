@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from mlkv.dist.explore import SETTLE, Action, explore_all, explore_random, perform, run
+from mlkv.dist.protocol import MAX_FAILURES
 from mlkv.explore.chance import RandomWorld, make_world
 from mlkv.explore.footprint import footprint, freeze
 from mlkv.explore.mutants import MUTANTS
@@ -155,3 +156,23 @@ def test_the_same_episode_is_the_same_run() -> None:
 
     assert digest() == digest()
     assert run(lambda: make_world(random.Random("12/3")), []) is None
+
+
+def test_more_failures_than_one_report_can_tell_are_all_failures() -> None:
+    world = VirtualWorld(Shape(num_ranks=2, num_pages=16, num_blocks=16, max_requests=16))
+    names = "abcdefghijkl"
+    for name in names:
+        assert perform(world, ("request", 0, name, f"{name} prompt", "nolookup"))
+    world.lines = []
+    for action in ("step", "talk", "step"):
+        assert perform(world, (action, 0))
+    assert all(len(rank.transfers) == len(names) > MAX_FAILURES for rank in world.replicas[0].ranks)
+    for rank in (0, 1):
+        assert perform(world, ("break", rank))
+    world.settle()
+    failed = [
+        line for line in world.lines if "is not stored whole, 0 pages readable: rank 0 stored 0 of 1" in line
+    ]
+    assert len(failed) == len(names)
+    counts = world.stores[0].index.counts()
+    assert counts.free == counts.num_pages
