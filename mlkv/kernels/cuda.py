@@ -23,9 +23,9 @@ from mlkv.layout import KVPool, RankSlice
 
 log = logging.getLogger(__name__)
 
-STREAM_PRIORITY = 0
-"""That of the model's streams, torch's default: kernels of transfers begin when the blocks of the model's current
-kernel have all been placed, and staging bridges the wait."""
+STREAM_PRIORITY = -1
+"""Above the model's streams: a scatter of a few microseconds that waits behind the queued blocks of a large matmul
+would hold up the copies behind it, while the matmul hardly notices it."""
 
 
 class CudaDevice:
