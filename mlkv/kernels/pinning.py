@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -55,7 +56,7 @@ class CudaRegistrar:
 
 
 class PinnedMemory:
-    """Memory registered with CUDA until `close`.
+    """Memory registered with CUDA until `close`, or until this object is dropped.
 
     Attributes:
         is_pinned: False when a registration was refused. Then none of the memory is registered, a warning was
@@ -80,6 +81,8 @@ class PinnedMemory:
     ) -> None:
         self._registrar = registrar
         self._pieces: list[int] = []
+        # Memory that stays registered after it was freed makes the driver refuse copies of whoever gets it next.
+        weakref.finalize(self, _unregister, registrar, self._pieces).atexit = False
         self.is_pinned = True
         piece_bytes = max(1, piece_bytes // unit_bytes) * unit_bytes
         starts = range(0, num_bytes, piece_bytes)
@@ -94,7 +97,7 @@ class PinnedMemory:
                 elif status is not None:
                     refusals.append(status)
         if refusals:
-            self._unregister()
+            _unregister(registrar, self._pieces)
             log.warning(
                 "host pool of %d MiB could not be pinned (CUDA status %d after %d pieces): transfers go on from "
                 "pageable memory, slower and less asynchronous. Raise the memlock limit (ulimit -l) or make the "
@@ -106,7 +109,7 @@ class PinnedMemory:
 
     def close(self) -> None:
         """Unregister. Idempotent; nothing may be copying any more."""
-        self._unregister()
+        _unregister(self._registrar, self._pieces)
         self.is_pinned = False
 
     def _pin(self, address: int, start: int, num_bytes: int, piece_bytes: int) -> int | None:
@@ -118,9 +121,10 @@ class PinnedMemory:
             self.is_pinned = False
         return status
 
-    def _unregister(self) -> None:
-        while self._pieces:
-            piece = self._pieces.pop()
-            status = self._registrar.unregister(piece)
-            if status:
-                log.warning("CUDA did not unregister pinned memory at %#x (status %d)", piece, status)
+
+def _unregister(registrar: Registrar, pieces: list[int]) -> None:
+    while pieces:
+        piece = pieces.pop()
+        status = registrar.unregister(piece)
+        if status:
+            log.warning("CUDA did not unregister pinned memory at %#x (status %d)", piece, status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import threading
 
@@ -54,7 +55,8 @@ def test_pieces_cover_the_memory_exactly_and_progress_is_told() -> None:
 @pytest.mark.parametrize(("unit_bytes", "first"), [(1, 300), (7, 294), (100, 300), (250, 250), (400, 400)])
 def test_no_unit_lies_in_two_registrations(unit_bytes: int, first: int) -> None:
     driver = Driver()
-    PinnedMemory(4096, 1000, driver, unit_bytes=unit_bytes, piece_bytes=300)
+    memory = PinnedMemory(4096, 1000, driver, unit_bytes=unit_bytes, piece_bytes=300)
+    assert memory.is_pinned
     assert driver.registered[4096] == first
     assert sum(driver.registered.values()) == 1000
     assert all((address - 4096) % unit_bytes == 0 for address in driver.registered)
@@ -78,6 +80,15 @@ def test_too_large_pieces_are_not_tried_to_the_end() -> None:
     driver = Driver(largest=50)
     assert not PinnedMemory(0, 100 * 1000, driver, piece_bytes=100).is_pinned
     assert driver.calls < 20, "once one piece is refused the rest is pointless"
+
+
+def test_memory_of_an_owner_that_was_dropped_does_not_stay_registered() -> None:
+    driver = Driver()
+    memory = PinnedMemory(4096, 1000, driver, piece_bytes=300)
+    assert len(driver.registered) == 4
+    del memory
+    gc.collect()
+    assert not driver.registered
 
 
 def test_no_bytes_register_nothing() -> None:
