@@ -23,6 +23,10 @@ class DeadlineExceeded(MLKVError, TimeoutError):
     """Something that had a deadline did not happen in time. The message says what was waited for."""
 
 
+class TierUnavailable(MLKVError):
+    """A lower tier could not be used now. For engines that is a miss; the message tells an operator where to look."""
+
+
 class CacheUsageError(MLKVError):
     """The facade was called in a way its contract does not allow. Nothing was changed by the call."""
 
