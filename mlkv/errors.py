@@ -24,7 +24,7 @@ class DeadlineExceeded(MLKVError, TimeoutError):
 
 
 class TierUnavailable(MLKVError):
-    """A lower tier could not be used now. For engines that is a miss; the message tells an operator where to look."""
+    """A lower tier could not be used now. For engines that is a miss; the message says where to look."""
 
 
 class CacheUsageError(MLKVError):
