@@ -14,7 +14,6 @@ the caller's time; a transfer of more than `CHUNKS_AHEAD` is queued on by `poll`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Generic
 
 import torch
@@ -44,7 +43,7 @@ DIRECT_TINY_PIECES_BYTES = 16 << 20
 0.42 with 64 KiB; a kernel that reaches into host memory has 0.93 with any, but slows a matmul beside it 1.5x."""
 
 
-def choose_path(piece_bytes: int, num_pages: int, is_idle: Callable[[], bool], *, is_load: bool) -> TransferPath:
+def choose_path(piece_bytes: int, num_pages: int, *, is_idle: bool, is_load: bool) -> TransferPath:
     """Whether a kernel reaches into host memory itself ("direct") or the copy engine brings pages ("staged").
 
     Direct is for what is over before it can disturb anybody: small transfers, where one launch is sooner done than
@@ -53,15 +52,15 @@ def choose_path(piece_bytes: int, num_pages: int, is_idle: Callable[[], bool], *
 
     Args:
         piece_bytes: contiguous bytes of one page that this rank moves.
-        is_idle: whether the caller's stream has nothing queued; only asked where it matters.
+        is_idle: whether the caller's stream has nothing queued.
     """
     total_bytes = piece_bytes * num_pages
     if total_bytes <= DIRECT_BYTES:
         return "direct"
     if piece_bytes < DIRECT_PIECE_BYTES:
-        return "direct" if total_bytes <= DIRECT_TINY_PIECES_BYTES or is_idle() else "staged"
+        return "direct" if total_bytes <= DIRECT_TINY_PIECES_BYTES or is_idle else "staged"
     # Not offloads: through staging they give their slots back long before they are over.
-    return "direct" if is_load and total_bytes <= DIRECT_IDLE_BYTES and is_idle() else "staged"
+    return "direct" if is_load and total_bytes <= DIRECT_IDLE_BYTES and is_idle else "staged"
 
 
 class StagedTransferEngine(TransferEngine, Generic[S]):
@@ -134,18 +133,16 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
             task.finish_empty()
             return
         if not direction.has_room():
-            task.fail(f"refused: {self._max_tasks} transfers of this direction are in flight")
+            task.refuse(f"refused: {self._max_tasks} transfers of this direction are in flight")
             return
         caller = self._device.current_stream()
         task.take_slots(slots)
-        num_pages = len(task.pages)
+        is_idle = self._device.is_idle(caller)
         task.path = self._transfer
         if task.path == "auto":
             task.path = choose_path(
-                direction.run_bytes,
-                num_pages,
-                lambda: self._device.is_idle(caller),
-                is_load=direction is self._loads,
+                direction.run_bytes, len(task.pages), is_idle=is_idle, is_load=direction is self._loads
             )
-        task.after = self._device.record(caller)
+        # What the caller queued from now on is not waited for; if all of it before is over, nothing is.
+        task.after = None if is_idle else self._device.record(caller)
         direction.submit(task)

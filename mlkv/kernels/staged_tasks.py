@@ -32,17 +32,22 @@ class StagedTask(Generic[S]):
         self._direction = direction
         self.pages = pages
         self.path: TransferPath = "staged"
-        self.after: Event | None = None
+        self.after: Event | None = None  # what the caller had queued, if that was not over
         self.error: str | None = None
         self._block: PinnedBlock | None = None
         self._num_queued = 0  # pages
         self._num_chunks = 0
         self._done_events: tuple[Event, ...] | None = None  # None until everything is queued
+        self._is_prepared = False
         self._over = False
 
     @abstractmethod
     def queue(self, may_go_on: Callable[[], bool]) -> bool:
         """See `direction.Queueable`."""
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Do on the host what needs no result of the device, while it copies."""
 
     @abstractmethod
     def _complete(self) -> None:
@@ -78,29 +83,39 @@ class StagedTask(Generic[S]):
             self._direction.queue_more()
             if self._done_events is None:
                 return False
+        if not self._is_prepared:
+            self._is_prepared = True
+            try:
+                self._prepare()
+            except Exception as error:  # a bad page pool; the device still copies, so this is not the end
+                self.error = f"{type(error).__name__}: {error}"
         try:
             for event in self._done_events:
                 if not event.query():
                     return False
             if self.error is None:
                 self._complete()
-        except Exception as error:  # a dead context, or a bad page pool: this transfer failed, its caller lives
+        except Exception as error:  # a dead context, on which nothing runs: this transfer failed, its caller lives
             self.error = f"{type(error).__name__}: {error}"
         self._end()
         return True
 
     def fail(self, reason: str) -> None:
         self.error = reason
-        if self.after is None:  # never submitted
-            self._end()
-            return
         try:
             self._done_events = self._direction.record_all()
         except Exception as error:  # no event can be had from a device in error, and nothing runs on it any more
             self.error = f"{reason}; then {type(error).__name__}: {error}"
             self._done_events = ()
 
+    def refuse(self, reason: str) -> None:
+        """End with an error before anything was submitted."""
+        self.error = reason
+        self._end()
+
     def finish_empty(self) -> None:
+        """A transfer without bytes, but perhaps with headers."""
+        self._prepare()
         self._complete()
         self._end()
 
@@ -128,8 +143,8 @@ class StagedTask(Generic[S]):
 
     def _join_caller(self) -> None:
         """Let kernels begin after what the caller had queued when it submitted this task."""
-        assert self.after is not None
-        self._device.wait(self._direction.kernel_stream, self.after)
+        if self.after is not None:
+            self._device.wait(self._direction.kernel_stream, self.after)
 
     def _queue_direct(self) -> Event:
         self._join_caller()
@@ -182,12 +197,14 @@ class StagedLoad(StagedTask[S], LoadTransfer):
         last = self._queue_direct() if self.path == "direct" else self._queue_chunks(may_go_on)
         if last is None:
             return False
-        # Read while the device copies. Pages that are not the ones meant are copied as well, rare as they are:
-        # nobody attaches them.
-        self._num_identified = self._host.num_identified(self.pages)
-        self._expected = self._host.expected_sums(self.pages)
         self._done_events = (last,)
         return True
+
+    def _prepare(self) -> None:
+        # Pages that are not the ones meant are copied as well, rare as they are: nobody attaches them.
+        self._num_identified = self._host.num_identified(self.pages)
+        if self._block is not None:
+            self._expected = self._host.expected_sums(self.pages)
 
     def _queue_chunks(self, may_go_on: Callable[[], bool]) -> Event | None:
         """Returns the event after the last scatter once all chunks are queued, None before."""
@@ -214,10 +231,9 @@ class StagedLoad(StagedTask[S], LoadTransfer):
                 return None
 
     def _complete(self) -> None:
-        if self._block is None:  # this rank has no heads to copy
-            self.num_good = self._host.num_identified(self.pages)
-        else:
-            self.num_good = min(self._num_identified, num_verified(self._expected, self._found_sums()))
+        self.num_good = self._num_identified
+        if self._block is not None:  # else this rank has no heads to copy
+            self.num_good = min(self.num_good, num_verified(self._expected, self._found_sums()))
 
 
 class StagedOffload(StagedTask[S], OffloadTransfer):
@@ -230,7 +246,7 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
         self._released_event: Event | None = None
         self._released = False
         self._last_copies: dict[int, Event] = {}  # by copy stream
-        self._headers: PreparedHeaders | None = None
+        self._headers: PreparedHeaders
 
     def poll_released(self) -> bool:
         if self._released or self._over:
@@ -254,9 +270,11 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
             events = tuple(self._last_copies.values())
         else:
             return False
-        self._headers = self._host.prepare_headers(self.pages)  # while the device copies
         self._done_events = events
         return True
+
+    def _prepare(self) -> None:
+        self._headers = self._host.prepare_headers(self.pages)
 
     def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
         ring = self._direction.ring
@@ -291,5 +309,4 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
                 return False
 
     def _complete(self) -> None:
-        headers = self._headers or self._host.prepare_headers(self.pages)
-        self._host.write_headers(headers, None if self._block is None else self._found_sums())
+        self._host.write_headers(self._headers, None if self._block is None else self._found_sums())

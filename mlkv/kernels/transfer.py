@@ -179,12 +179,11 @@ class TransferEngine(ABC):
             raise CacheUsageError("an offload needs the parent key of every page")
         # Values of slots on a device are not looked at: that would wait for the device.
         if num_slots and slots.device.type == "cpu":
-            # From the lowest allowed number on, as unsigned: whatever is below it is then too large as well.
-            above = slots.numpy() - lowest if lowest else slots.numpy()
-            if int(above.view(np.uint64).max()) >= self._pool.num_slots - lowest:
+            numbers = slots.numpy()
+            least, most = numbers.min(), numbers.max()
+            if least < lowest or most >= self._pool.num_slots:
                 raise CacheUsageError(
-                    f"slots must be in [{lowest}, {self._pool.num_slots}), got {int(slots.min())} to "
-                    f"{int(slots.max())}"
+                    f"slots must be in [{lowest}, {self._pool.num_slots}), got {least} to {most}"
                 )
         try:
             self._host.check(pages)

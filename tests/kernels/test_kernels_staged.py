@@ -592,4 +592,4 @@ def test_segments_are_taken_in_turn_side_by_side_and_only_free_ones_where_wanted
 def test_the_rule_sends_what_is_soon_over_direct_and_the_rest_through_staging(
     piece_bytes: int, num_pages: int, is_idle: bool, is_load: bool, path: str
 ) -> None:
-    assert choose_path(piece_bytes, num_pages, lambda: is_idle, is_load=is_load) == path
+    assert choose_path(piece_bytes, num_pages, is_idle=is_idle, is_load=is_load) == path
