@@ -65,7 +65,8 @@ class Index:
     commit and quarantine, and that of the policy for reserve; nothing ever scans the pool, except `check`.
     """
 
-    def __init__(self, num_pages: int, policy: Policy) -> None:
+    def __init__(self, num_pages: int, policy: Policy, first_generation: int = 1) -> None:
+        """`first_generation`: that of the first page written; each write after it gets the next one."""
         if not 1 <= num_pages < 2**31:
             raise ConfigError(f"a store has between 1 and 2**31 - 1 pages, not {num_pages}")
         self.num_pages = num_pages
@@ -77,7 +78,7 @@ class Index:
         self._pins = array("i", [0]) * (num_pages + 1)
         self._pins[self._tree.root] = 1  # so that the root is never offered for eviction nor freed
         self._generation = np.zeros(num_pages, np.uint64)
-        self._last_generation = 0
+        self._last_generation = first_generation - 1
         self._last_id = 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._counts = [num_pages, 0, 0, 0]
@@ -117,7 +118,7 @@ class Index:
         for lease_id in lease_ids:
             self._unpin(self._leases.pop(lease_id))
 
-    def reserve(self, keys: bytes, start: int = 0, generations: NDArray[np.uint64] | None = None) -> Reservation:
+    def reserve(self, keys: bytes, start: int = 0) -> Reservation:
         """Reserve pages for the part of the chain that nobody has written or is writing.
 
         `keys` is the chain from its root. Keys before `start` are only looked at: if one of them is missing,
@@ -129,8 +130,6 @@ class Index:
         num_keys = _count_keys(keys)
         if not 0 <= start <= num_keys:
             raise StoreError(f"a reservation starts inside its chain of {num_keys} keys, not at {start}")
-        if generations is not None and len(generations) != num_keys - start:
-            raise StoreError(f"{len(generations)} generations were given for {num_keys - start} keys")
         tail, first, num_ready = self._tree.root, 0, 0
         for page, state in self._walk(keys, num_keys):
             num_ready += state == READY and num_ready == first
@@ -148,8 +147,7 @@ class Index:
                 page_or_none = None if key in self._page_of else self._allocate(evicted)
                 if page_or_none is None:
                     break
-                given = None if generations is None else int(generations[position - start])
-                self._begin(page_or_none, key, parent, given)
+                self._begin(page_or_none, key, parent)
                 parent = page_or_none
                 pages.append(parent)
             self._unpin(tail)
@@ -160,8 +158,13 @@ class Index:
         taken = np.array(pages, np.int32)
         return Reservation(reservation_id, first, num_ready, taken, self._generation[taken], tuple(evicted))
 
-    def commit(self, reservation_id: int, num_good: int) -> Committed:
+    def commit(
+        self, reservation_id: int, num_good: int, generations: NDArray[np.uint64] | None = None
+    ) -> Committed:
         """Publish the first `num_good` pages of a reservation and give back the others.
+
+        `generations`: uint64 `[num_good]` from the headers of pages that a lower tier brought back; they replace
+        those of the reservation.
 
         The caller promises that nobody can still write any of its pages. What hangs below a page that is given
         back is dropped with it, whoever wrote it.
@@ -171,8 +174,12 @@ class Index:
             raise StoreError(f"reservation {reservation_id} does not exist; it was ended before or never granted")
         if not 0 <= num_good <= len(writing.pages):
             raise StoreError(f"reservation {reservation_id} has {len(writing.pages)} pages, not {num_good}")
+        if generations is not None and len(generations) != num_good:
+            raise StoreError(f"{len(generations)} generations were given for {num_good} pages")
         del self._reservations[reservation_id]
         doomed = self._key[writing.pages[0]] is None
+        if generations is not None:
+            self._generation[writing.pages[:num_good]] = generations
         kept = 0 if doomed else num_good
         for position, page in enumerate(writing.pages):
             self._become(page, READY if position < kept else QUARANTINED)
@@ -188,6 +195,17 @@ class Index:
     def cancel(self, reservation_id: int) -> None:
         """Give back all pages of a reservation. The caller promises that nobody can still write them."""
         self.commit(reservation_id, 0)
+
+    def disown(self, reservation_id: int) -> None:
+        """Forget the keys of a reservation whose writer may never come back, so that others can write them.
+
+        Its pages stay RESERVED until `commit` or `cancel`; nothing of it will be published.
+        """
+        writing = self._reservations.get(reservation_id)
+        if writing is None:
+            raise StoreError(f"reservation {reservation_id} does not exist; it was ended before or never granted")
+        if self._key[writing.pages[0]] is not None:
+            self._drop(writing.pages[0])
 
     def quarantine(self, pages: Sequence[int], generations: Sequence[int]) -> Quarantined:
         """Remove pages whose bytes were found bad, and everything below them.
@@ -217,6 +235,34 @@ class Index:
         """
         tops = [page for page in self._tree.children(self._tree.root) if self._key[page] is not None]
         return sum(self._drop(page) for page in tops)
+
+    # What lower tiers are kept up to date with
+
+    def hold(self, page: int) -> int:
+        """Lease a READY page, and the prefix above it with it, without counting a use. Returns the lease's id."""
+        if self._state[page] != READY:
+            raise StoreError(f"page {page} is {STATE_NAMES[self._state[page]]}: only a ready page can be held")
+        self._pin(page)
+        lease_id = self._new_id()
+        self._leases[lease_id] = page
+        return lease_id
+
+    def identity(self, page: int) -> tuple[bytes | None, int]:
+        """(key, generation) of a page; the key is None if it has none that can be found."""
+        return self._key[page], int(self._generation[page])
+
+    def parent(self, page: int) -> int | None:
+        """The page that a page in use continues; None at the start of a chain."""
+        parent = self._tree.parent[page]
+        return None if parent == self._tree.root else parent
+
+    def next_victim(self) -> int | None:
+        """The page that would be evicted now if there were no free one; None when none could be."""
+        return self._policy.victim()
+
+    @property
+    def num_free(self) -> int:
+        return self._counts[FREE]
 
     def counts(self) -> Counts:
         free, reserved, ready, quarantined = self._counts
@@ -248,15 +294,13 @@ class Index:
             self._settle(self._free_page(victim))
         return self._free.pop()
 
-    def _begin(self, page: int, key: bytes, parent: int, generation: int | None) -> None:
+    def _begin(self, page: int, key: bytes, parent: int) -> None:
         """Make a FREE page RESERVED for `key`, as a child of `parent`."""
-        if generation is None:
-            self._last_generation += 1
-            generation = self._last_generation
+        self._last_generation += 1
         self._become(page, RESERVED)
         self._key[page] = key
         self._page_of[key] = page
-        self._generation[page] = generation
+        self._generation[page] = self._last_generation
         self._tree.link(page, parent)
 
     def _num_readable(self, writing: _Writing, kept: int) -> int:

@@ -322,13 +322,54 @@ def test_write_begun_before_a_clear_is_not_visible_after_it():
     assert index.counts().free == 6
 
 
-def test_generations_given_by_a_lower_tier_are_kept():
+def test_generations_given_by_a_lower_tier_replace_those_of_the_reservation():
     index = new_index(4)
     store(index, "a")
-    promoted = index.reserve(chain("abc"), start=1, generations=np.array([70, 71], np.uint64))
-    assert promoted.generations.tolist() == [70, 71]
+    promoted = index.reserve(chain("abc"), start=1)
     with pytest.raises(StoreError):
-        index.reserve(chain("xy"), start=0, generations=np.array([1], np.uint64))
+        index.commit(promoted.id, 2, np.array([70], np.uint64))
+    index.commit(promoted.id, 2, np.array([70, 71], np.uint64))
+    index.check()
+    assert index.match(chain("abc"), 3).generations.tolist()[1:] == [70, 71]
+
+
+def test_generations_begin_where_they_are_told_to():
+    index = Index(4, LRU(4), first_generation=1 << 60)
+    assert store(index, "ab").generations.tolist() == [1 << 60, (1 << 60) + 1]
+
+
+def test_disowned_reservation_leaves_its_keys_to_others_and_keeps_its_pages():
+    index = new_index(4)
+    stuck = index.reserve(chain("ab"))
+    index.disown(stuck.id)
+    index.disown(stuck.id)
+    written = store(index, "ab")
+    assert not set(written.pages) & set(stuck.pages)
+    lease = index.match(chain("ab"), 2)
+    assert index.reserve(chain("x")).id == 0, "a page that a stuck writer may still touch was given away"
+    index.release([lease.id])
+    assert index.commit(stuck.id, 2).num_good == 0
+    index.check()
+    assert match_length(index, "ab") == 2
+    assert index.counts().free == 2
+    with pytest.raises(StoreError):
+        index.disown(stuck.id)
+
+
+def test_held_page_and_its_prefix_are_not_evicted_and_its_age_does_not_change():
+    index = new_index(4)
+    old = store(index, "ab")
+    store(index, "xy")
+    hold = index.hold(int(old.pages[1]))
+    assert index.next_victim() != int(old.pages[1])
+    index.release([hold])
+    assert index.next_victim() == int(old.pages[1])
+    assert index.parent(int(old.pages[1])) == int(old.pages[0])
+    assert index.parent(int(old.pages[0])) is None
+    assert index.identity(int(old.pages[1])) == (key("ab"), int(old.generations[1]))
+    writing = index.reserve(chain("z"))
+    with pytest.raises(StoreError, match="reserved"):
+        index.hold(int(writing.pages[0]))
 
 
 def test_audit_sees_a_page_that_two_could_get():
