@@ -38,6 +38,9 @@ _FACT = bytes(300)
 
 Seconds = npt.NDArray[np.float64]
 
+Work = Callable[[], list[bytes]]
+"""What a rank does between two steps; returns the facts that the master tells in the next."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -97,8 +100,31 @@ def run(num_ranks: int, *, max_steps: int = 5000, budget_s: float = 1.5) -> dict
         "machine": platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "rows": _summarize(rows, found),
+        "rows": summarize(rows, found),
     }
+
+
+def measure(
+    num_ranks: int, rows: list[Variant], compute: Work, *, max_steps: int, budget_s: float
+) -> dict[str, Seconds]:
+    """This rank's seconds of every step, by "label/load". Collective over the default process group.
+
+    Args:
+        num_ranks: all ranks of the default group, which are on one host; they make one replica.
+        compute: the load "compute": about a millisecond of what keeps an engine busy.
+        max_steps, budget_s: as for `run`.
+    """
+    found: dict[str, Seconds] = {}
+    for variant in rows:
+        here = Place.here()
+        host = dist.get_rank() * variant.hosts // num_ranks
+        replica = Replica.from_world(tp=num_ranks, place=Place(here.host ^ host, here.pid))
+        agreement = Agreement(replica, variant.channel, late=variant.late)
+        for mode, work in (("idle", _idle), ("busy", _Busy(agreement)), ("compute", compute)):
+            found[f"{variant.label}/{mode}"] = _measure(replica, agreement, work, max_steps, budget_s)
+        replica.min_int(0)  # nobody leaves while another still steps
+        agreement.close()
+    return found
 
 
 def report(result: dict[str, Any]) -> str:
@@ -140,7 +166,8 @@ def _receive(pipes: list[Connection]) -> list[dict[str, Seconds]]:
     return found
 
 
-def _summarize(rows: list[Variant], found: list[dict[str, Seconds]]) -> list[dict[str, Any]]:
+def summarize(rows: list[Variant], found: list[dict[str, Seconds]]) -> list[dict[str, Any]]:
+    """Percentiles of what `measure` found on each rank, and the ratios to the first row."""
     table: list[dict[str, Any]] = []
     for variant in rows:
         row: dict[str, Any] = {"channel": variant.label}
@@ -173,16 +200,7 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
-        found: dict[str, Seconds] = {}
-        for variant in rows:
-            here = Place.here()
-            place = Place(here.host ^ (rank * variant.hosts // num_ranks), here.pid)
-            replica = Replica.from_world(tp=num_ranks, place=place)
-            agreement = Agreement(replica, variant.channel, late=variant.late)
-            for mode, work in (("idle", _idle), ("busy", _Busy(agreement)), ("compute", _Compute())):
-                found[f"{variant.label}/{mode}"] = _measure(replica, agreement, work, max_steps, budget_s)
-            replica.min_int(0)  # nobody leaves while another still steps
-            agreement.close()
+        found = measure(num_ranks, rows, Compute(), max_steps=max_steps, budget_s=budget_s)
         pipe.send(found)
     except Exception as error:  # told to the parent, which ends the run
         pipe.send(f"{type(error).__name__}: {error}")
@@ -190,9 +208,7 @@ def _rank_main(
     time.sleep(_DEADLINE_S)
 
 
-def _measure(
-    replica: Replica, agreement: Agreement, work: Callable[[], list[bytes]], max_steps: int, budget_s: float
-) -> Seconds:
+def _measure(replica: Replica, agreement: Agreement, work: Work, max_steps: int, budget_s: float) -> Seconds:
     start = time.perf_counter()
     for _ in range(_WARM_STEPS):
         facts = work()
@@ -231,7 +247,7 @@ class _Busy:
         return [_FACT]
 
 
-class _Compute:
+class Compute:
     """Multiplies matrices for about a millisecond on one core."""
 
     def __init__(self) -> None:
