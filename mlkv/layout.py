@@ -38,6 +38,11 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def header_bytes(num_kv_heads: int) -> int:
+    """Length of a page's header: the identity and the table of checksums, up to a block of old disks."""
+    return _round_up(HEADER_IDENTITY_BYTES + 8 * num_kv_heads, 512)
+
+
 @dataclass(frozen=True)
 class Plane:
     """One kind of data in a page.
@@ -124,7 +129,7 @@ class KVLayout:
 
     @cached_property
     def header_bytes(self) -> int:
-        return _round_up(HEADER_IDENTITY_BYTES + 8 * self.num_kv_heads, 512)
+        return header_bytes(self.num_kv_heads)
 
     @cached_property
     def payload_bytes(self) -> int:

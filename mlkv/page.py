@@ -30,7 +30,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from mlkv.layout import HEADER_IDENTITY_BYTES, KVLayout
+from mlkv.layout import HEADER_IDENTITY_BYTES, KVLayout, header_bytes
 
 MAGIC = b"MLKV"
 FORMAT_VERSION = 1
@@ -78,6 +78,25 @@ class PageIdentity:
     generation: int
 
 
+@dataclass(frozen=True)
+class PageHeader:
+    """All that a page says about itself before its checksums: whose bytes it holds, and how they are cut."""
+
+    identity: PageIdentity
+    num_kv_heads: int
+    page_tokens: int
+    head_bytes: int
+
+    @property
+    def header_bytes(self) -> int:
+        return header_bytes(self.num_kv_heads)
+
+    @property
+    def used_bytes(self) -> int:
+        """Where the last head slice ends."""
+        return self.header_bytes + self.num_kv_heads * self.head_bytes
+
+
 def write_identity(page: ByteArray, layout: KVLayout, identity: PageIdentity) -> None:
     """Write the identity part of the header. `page`: uint8 of at least `layout.header_bytes`."""
     packed = _IDENTITY.pack(
@@ -95,8 +114,12 @@ def write_identity(page: ByteArray, layout: KVLayout, identity: PageIdentity) ->
     page[: len(packed)] = np.frombuffer(packed, np.uint8)
 
 
-def read_identity(page: ByteArray, layout: KVLayout) -> PageIdentity | None:
-    """The identity of a page, or None when the header is not one of this format and geometry."""
+def peek_header(page: ByteArray) -> PageHeader | None:
+    """The header of a page of any geometry, or None when it is none of this format.
+
+    `page`: uint8, at least the first 76 bytes of the page. Whether the rest is as long as the header says is
+    for the caller to compare with `used_bytes`.
+    """
     packed = page[: _IDENTITY.size].tobytes()
     (crc,) = _CRC.unpack(page[_IDENTITY.size : _IDENTITY.size + _CRC.size].tobytes())
     if crc != zlib.crc32(packed):
@@ -104,9 +127,22 @@ def read_identity(page: ByteArray, layout: KVLayout) -> PageIdentity | None:
     magic, version, heads, tokens, head_bytes, generation, fingerprint, key, parent = _IDENTITY.unpack(packed)
     if (magic, version) != (MAGIC, FORMAT_VERSION):
         return None
-    if (heads, tokens, head_bytes) != (layout.num_kv_heads, layout.page_tokens, layout.head_bytes):
+    found = PageHeader(PageIdentity(key, parent, fingerprint, generation), heads, tokens, head_bytes)
+    if not heads or not tokens or not head_bytes or head_bytes % 4:
         return None
-    return PageIdentity(key, parent, fingerprint, generation)
+    return found
+
+
+def read_identity(page: ByteArray, layout: KVLayout) -> PageIdentity | None:
+    """The identity of a page, or None when the header is not one of this format and geometry."""
+    found = peek_header(page)
+    if found is None or (found.num_kv_heads, found.page_tokens, found.head_bytes) != (
+        layout.num_kv_heads,
+        layout.page_tokens,
+        layout.head_bytes,
+    ):
+        return None
+    return found.identity
 
 
 def identity_matches(page: ByteArray, layout: KVLayout, key: bytes, fingerprint: bytes, generation: int) -> bool:
@@ -239,13 +275,22 @@ def payload_checksum(data: ByteArray) -> int:
 
 def verify_page(page: ByteArray, layout: KVLayout, key: bytes, fingerprint: bytes, generation: int) -> bool:
     """Whether the whole page (identity and every head) is what was written under this key."""
-    if not identity_matches(page, layout, key, fingerprint, generation):
-        return False
-    table = checksum_table(page, layout)
-    for head in range(layout.num_kv_heads):
-        start = layout.head_offset(head)
-        want = int(table[head])
-        have = payload_checksum(page[start : start + layout.head_bytes]) + binding(key, generation, head)
-        if have & _MASK64 != want:
-            return False
-    return True
+    return identity_matches(page, layout, key, fingerprint, generation) and verify_own_header(page) is not None
+
+
+def verify_own_header(page: ByteArray) -> PageHeader | None:
+    """The header of a page of any geometry if every head is what that header says; None for a damaged page.
+
+    For tools that know no layout: the page may still be of another key than the one that it was found under.
+    """
+    found = peek_header(page)
+    if found is None or found.used_bytes > len(page):
+        return None
+    table = page[HEADER_IDENTITY_BYTES : HEADER_IDENTITY_BYTES + 8 * found.num_kv_heads].view(np.uint64)
+    for head in range(found.num_kv_heads):
+        start = found.header_bytes + head * found.head_bytes
+        have = payload_checksum(page[start : start + found.head_bytes])
+        have += binding(found.identity.key, found.identity.generation, head)
+        if have & _MASK64 != int(table[head]):
+            return None
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,9 @@ from mlkv.page import (
     checksum_table,
     checksum_weights,
     payload_checksum,
+    peek_header,
     read_identity,
+    verify_own_header,
     verify_page,
     write_identity,
 )
@@ -125,3 +129,44 @@ def test_bindings_differ_by_head_generation_and_key(head: int) -> None:
     assert binding(KEY, 1, head) != binding(KEY, 2, head)
     assert binding(KEY, 1, head) != binding(KEY, 1, head + 1)
     assert binding(KEY, 1, head) != binding(b"x" + KEY[1:], 1, head)
+
+
+def test_page_is_checked_from_its_own_header_alone() -> None:
+    page = write_page()
+    found = verify_own_header(page)
+    assert found is not None
+    assert found.identity == PageIdentity(KEY, PARENT, NAMESPACE, GENERATION)
+    assert (found.num_kv_heads, found.page_tokens, found.head_bytes) == (2, 4, LAYOUT.head_bytes)
+    assert (found.header_bytes, found.used_bytes) == (
+        LAYOUT.header_bytes,
+        LAYOUT.header_bytes + LAYOUT.payload_bytes,
+    )
+    assert verify_own_header(page[: found.used_bytes]) is not None
+    assert verify_own_header(page[: found.used_bytes - 4]) is None, "a page that was cut short"
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_own_header_never_vouches_for_a_page_with_a_flipped_bit(data: st.DataObject) -> None:
+    page = write_page()
+    regions = [
+        (0, 76),
+        (HEADER_IDENTITY_BYTES, HEADER_IDENTITY_BYTES + 16),
+        (LAYOUT.header_bytes, LAYOUT.page_bytes),
+    ]
+    start, end = data.draw(st.sampled_from(regions))
+    end = min(end, LAYOUT.header_bytes + LAYOUT.payload_bytes)
+    at = data.draw(st.integers(start, end - 1))
+    page[at] ^= 1 << data.draw(st.integers(0, 7))
+    assert verify_own_header(page) is None
+
+
+def test_header_that_says_nothing_sensible_is_none() -> None:
+    assert peek_header(np.zeros(LAYOUT.page_bytes, np.uint8)) is None
+    empty = KVLayout.gqa(num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32, page_tokens=4)
+    page = np.zeros(empty.page_bytes, np.uint8)
+    write_identity(page, empty, PageIdentity(KEY, PARENT, NAMESPACE, GENERATION))
+    assert peek_header(page) is not None
+    page[6:8] = 0  # no heads, with a checksum that is right
+    page[72:76] = np.frombuffer(zlib.crc32(page[:72].tobytes()).to_bytes(4, "little"), np.uint8)
+    assert peek_header(page) is None
