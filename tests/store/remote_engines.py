@@ -1,0 +1,125 @@
+"""What the tests of remote tiers need of each engine, in one shape: a server, tiers, a way to damage objects."""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from remote_servers import RedisServer, ServerProcess
+
+from mlkv.store.tiers import StoredPage, Tier
+from mlkv.store.tiers.naming import Names
+from mlkv.store.tiers.redis import RedisTier
+
+PAGE_BYTES = 64 << 10
+POOL_PAGES = 64
+
+
+class Pool:
+    """Memory like that of a host pool: aligned to 4096 bytes, pages side by side."""
+
+    def __init__(self, page_bytes: int = PAGE_BYTES, num_pages: int = POOL_PAGES) -> None:
+        self.page_bytes = page_bytes
+        self.memory = memoryview(mmap.mmap(-1, page_bytes * num_pages))
+
+    def page(self, at: int) -> memoryview:
+        return self.memory[at * self.page_bytes : (at + 1) * self.page_bytes]
+
+    def pages(self, start: int, stop: int) -> list[memoryview]:
+        return [self.page(at) for at in range(start, stop)]
+
+    def fill(self, start: int, stop: int, seed: int) -> None:
+        """Every page gets bytes of its own."""
+        for at in range(start, stop):
+            content = np.random.default_rng([seed, at]).integers(0, 256, self.page_bytes, np.uint8)
+            self.page(at)[:] = memoryview(content)
+
+    def poison(self, start: int, stop: int) -> None:
+        for page in self.pages(start, stop):
+            page[:] = b"\xee" * self.page_bytes
+
+
+def key(number: int) -> bytes:
+    """Ascending with its number. Full of bytes that mean something in patterns, lines and paths."""
+    return b"*?[/\r\n\x00\xff" + number.to_bytes(8, "big")
+
+
+def keys(start: int, stop: int) -> list[bytes]:
+    return [key(number) for number in range(start, stop)]
+
+
+def stored(some: Sequence[bytes]) -> list[StoredPage]:
+    """As pages of one chain."""
+    parents = [b"r" * 16, *some[:-1]] if some else []
+    return [StoredPage(one, parent, b"f" * 16, 7) for one, parent in zip(some, parents, strict=True)]
+
+
+class Engine(ABC):
+    """One kind of remote store, with a server for the tests of a module."""
+
+    name: str
+    server: ServerProcess
+    keeps_deadlines = True
+    """Whether its calls give up by themselves."""
+
+    @abstractmethod
+    def tier(self, page_bytes: int = PAGE_BYTES, *, port: int | None = None, **options: Any) -> Tier:
+        """A tier that is not connected yet. `port`: of another server than this engine's own."""
+
+    @abstractmethod
+    def put(self, name: str, value: bytes) -> None:
+        """Store an object behind the tier's back, over what is there."""
+
+    @abstractmethod
+    def get(self, name: str) -> bytes:
+        """An object as it lies in the store."""
+
+    @abstractmethod
+    def page_name(self, page: bytes, page_bytes: int = PAGE_BYTES) -> str:
+        """The name under which a tier keeps a page."""
+
+    def restart_empty(self) -> None:
+        """As after a crash of a server that keeps nothing."""
+        self.server.kill()
+        self.server.start()
+
+    def close(self) -> None:
+        self.server.kill()
+
+
+class RedisEngine(Engine):
+    name = "redis"
+
+    def __init__(self, folder: Path) -> None:
+        self.server = RedisServer(folder)
+        self.server.start()
+
+    @staticmethod
+    def missing() -> str:
+        return RedisServer.missing()
+
+    def tier(self, page_bytes: int = PAGE_BYTES, *, port: int | None = None, **options: Any) -> Tier:
+        return RedisTier.from_url(f"redis://127.0.0.1:{port or self.server.port}/0", page_bytes, **options)
+
+    def _client(self) -> Any:
+        import valkey
+
+        return valkey.Valkey(port=self.server.port, socket_timeout=10)
+
+    def put(self, name: str, value: bytes) -> None:
+        with self._client() as client:
+            client.set(name.encode("latin-1"), value)
+
+    def get(self, name: str) -> bytes:
+        with self._client() as client:
+            return bytes(client.get(name.encode("latin-1")))
+
+    def page_name(self, page: bytes, page_bytes: int = PAGE_BYTES) -> str:
+        return Names(page_bytes).binary_page(page).decode("latin-1")
+
+
+ENGINES: tuple[type[RedisEngine], ...] = (RedisEngine,)

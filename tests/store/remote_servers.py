@@ -1,0 +1,151 @@
+"""Real servers for the remote tiers, on loopback, each with a free port and a folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+START_DEADLINE_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _find(program: str) -> str | None:
+    """A program of this Python's environment, or on the path."""
+    beside = Path(sys.executable).with_name(program)
+    return str(beside) if beside.exists() else shutil.which(program)
+
+
+class ServerProcess:
+    """A server that a test may kill, hold and start again on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def is_ready(self) -> bool:
+        """Whether it serves; asked until it does."""
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    def start(self) -> None:
+        assert self._process is None, "already started"
+        command = self.command()
+        if shutil.which("setpriv"):  # so that nothing outlives a test run that was killed
+            command = ["setpriv", "--pdeathsig", "KILL", *command]
+        with open(self.folder / "log", "ab") as log:
+            self._process = subprocess.Popen(
+                command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        give_up_at = time.monotonic() + START_DEADLINE_S
+        while not self.is_ready():
+            log_text = (self.folder / "log").read_text(errors="replace")[-2000:]
+            assert self._process.poll() is None, f"{command[0]} ended at its start:\n{log_text}"
+            assert time.monotonic() < give_up_at, f"{command[0]} was not ready in time:\n{log_text}"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """As a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def hold(self) -> None:
+        """Stop it where it is: it keeps its connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+class RedisServer(ServerProcess):
+    """Debian's redis-server, or valkey-server. Keeps nothing over a restart."""
+
+    def __init__(self, folder: Path, *, password: str = "", settings: str = "") -> None:
+        super().__init__(folder)
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        # In a file: command lines are seen by everybody.
+        secret = f"requirepass {password}\n" if password else ""
+        (folder / "redis.conf").write_text(
+            f'bind 127.0.0.1\nport {self.port}\nsave ""\nappendonly no\n{secret}{settings}\n'
+        )
+
+    @staticmethod
+    def missing() -> str:
+        """Why it cannot be started here, or nothing."""
+        found = _find("redis-server") or _find("valkey-server")
+        return "" if found else "needs redis-server or valkey-server (apt-get install redis-server)"
+
+    def command(self) -> list[str]:
+        program = _find("redis-server") or _find("valkey-server")
+        assert program is not None
+        return [program, str(self.folder / "redis.conf")]
+
+
+@contextmanager
+def running(server: ServerProcess) -> Iterator[ServerProcess]:
+    """Started, and gone at the end."""
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+class SilentServer:
+    """Accepts every connection, takes what comes, and never answers."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._connections: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+
+    def close(self) -> None:
+        # Waking `accept` takes a shutdown; closing alone would leave it waiting.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        for connection in self._connections:
+            connection.close()
+
+
+@contextmanager
+def silent_server() -> Iterator[SilentServer]:
+    server = SilentServer()
+    try:
+        yield server
+    finally:
+        server.close()
