@@ -1,0 +1,339 @@
+"""What a disk tier knows about its slots, in memory: which page is where, who reads it, what goes next."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mlkv.errors import TierUnavailable
+from mlkv.page import PageIdentity
+from mlkv.store.policy import LRU
+from mlkv.store.tiers.base import StoredPage
+from mlkv.store.tiers.catalog import Row
+
+
+@dataclass(eq=False)
+class Intent:
+    """A page that is being written. `slot` is None when there is no room for it.
+
+    Attributes:
+        is_wanted: False once its key was deleted in the meantime: then it must not become visible.
+    """
+
+    page: StoredPage
+    slot: int | None = None
+    is_wanted: bool = True
+
+
+class DiskIndex:
+    """Slots and the pages in them. Does no input or output, and is not thread-safe: its owner has a lock.
+
+    A slot is, at any time, one of
+
+    - *free*: no row of the catalog names it, nobody reads or writes it;
+    - *taken* by an intent: being written, invisible;
+    - *present*: found by its key;
+    - *condemned*: invisible, but a row of the catalog may name it still. It becomes free when the catalog has
+      forgotten it (`cleaned`) and the last reader has left it, in any order.
+
+    That a slot with a row is never free is what makes the order "delete row, write, insert row" hold.
+
+    Eviction takes pages that nobody reads and that no page of the tier continues, present or being written, so a
+    suffix leaves before its prefix and no page makes room for its own continuation.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        self.num_slots = 0
+        """Slots that the slab has so far."""
+        self.pages_evicted = 0
+        self._policy = LRU(max_slots)
+        self._slot_of: dict[bytes, int] = {}
+        self._key = [b""] * max_slots
+        self._parent = [b""] * max_slots
+        self._generation = array("Q", [0]) * max_slots
+        self._children: dict[bytes, int] = {}  # key -> pages, present or taken, that continue it
+        self._intents: dict[bytes, Intent] = {}
+        self._readers: dict[int, int] = {}
+        self._free: list[int] = []  # a heap: low slots first, so that pages of one write are mostly neighbours
+        self._condemned: set[int] = set()
+        self._cleaned_but_read: set[int] = set()
+        self._clock = 0
+        self._unsaved_use: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_unsaved_uses(self) -> int:
+        return len(self._unsaved_use)
+
+    # Start
+
+    def load(self, rows: Iterable[Row], num_slots: int) -> None:
+        """Take over what the catalog says, rows used longest ago first; damaged rows condemn their slots."""
+        self.num_slots = num_slots
+        named: list[int] = []
+        for row in rows:
+            if not 0 <= row.slot < num_slots:
+                continue  # points past the slab's end, where no page can be
+            named.append(row.slot)
+            if len(row.key) != 16 or len(row.parent) != 16 or row.key in self._slot_of:
+                self._condemned.add(row.slot)
+                continue
+            self._place(row.slot, row.key, row.parent, row.generation)
+            self._children[row.parent] = self._children.get(row.parent, 0) + 1
+            self._policy.touch(row.slot)
+            self._clock = max(self._clock, row.used)
+        for slot in self._slot_of.values():
+            self._refresh(slot)
+        self._free = sorted(set(range(num_slots)).difference(named))
+
+    def grow(self, num_slots: int) -> None:
+        """The slab has more slots now."""
+        self._free.extend(range(self.num_slots, num_slots))
+        heapq.heapify(self._free)
+        self.num_slots = num_slots
+
+    # Look
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys` are present, from the first on; counts as a use of them."""
+        found = 0
+        for key in keys:
+            if key not in self._slot_of:
+                break
+            found += 1
+        if found:
+            self._use(self._slot_of[keys[found - 1]])
+        return found
+
+    def has(self, key: bytes, generation: int) -> bool:
+        """Whether this write of the key is present."""
+        slot = self._slot_of.get(key)
+        return slot is not None and self._generation[slot] == generation
+
+    def keys(self) -> list[bytes]:
+        """Every key that is present, in no order."""
+        return list(self._slot_of)
+
+    def is_expected_in(self, slot: int, found: PageIdentity) -> bool:
+        """Whether a page that was read from a slot is the one that was written there. Only between begin and end
+        of a read; needs no lock then, since the slot stays as it is."""
+        return (found.key, found.parent, found.generation) == (
+            self._key[slot],
+            self._parent[slot],
+            self._generation[slot],
+        )
+
+    # Read
+
+    def begin_read(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The slot of each key, or None; those slots stay as they are until `end_read`."""
+        slots = [self._slot_of.get(key) for key in keys]
+        deepest: int | None = None
+        for slot in slots:
+            if slot is not None:
+                self._readers[slot] = self._readers.get(slot, 0) + 1
+                self._policy.hide(slot)
+                deepest = slot
+        if deepest is not None:
+            self._use(deepest)
+        return slots
+
+    def end_read(self, slots: Iterable[int], bad: Iterable[int]) -> None:
+        """Readers leave `slots`. Those in `bad` did not hold what they should and are condemned."""
+        for slot in bad:
+            if self._is_present(slot):
+                self._condemn(slot)
+        for slot in slots:
+            self._readers[slot] -= 1
+            if self._readers[slot] == 0:
+                del self._readers[slot]
+                if slot in self._cleaned_but_read:
+                    self._cleaned_but_read.discard(slot)
+                    heapq.heappush(self._free, slot)
+                elif self._is_present(slot):
+                    self._refresh(slot)
+
+    # Write
+
+    def intend(self, pages: Sequence[StoredPage]) -> list[Intent]:
+        """Intents for those of `pages` that are neither here in this generation nor being written."""
+        intents: list[Intent] = []
+        for page in pages:
+            if page.key in self._intents or self.has(page.key, page.generation):
+                continue
+            intent = Intent(page)
+            intents.append(intent)
+            self._intents[page.key] = intent
+            self._link(page.parent)
+        return intents
+
+    def evict(self, num_pages: int) -> int:
+        """Condemn up to `num_pages` pages; returns how many there were to condemn."""
+        for done in range(num_pages):
+            slot = self._policy.victim()
+            if slot is None:
+                return done
+            self._condemn(slot)
+            self.pages_evicted += 1
+        return num_pages
+
+    def take_slots(self, intents: Iterable[Intent]) -> None:
+        """Give each intent a free slot, from the first on, as long as there are any."""
+        for intent in intents:
+            if not self._free:
+                return
+            intent.slot = heapq.heappop(self._free)
+
+    def rows_for(self, intents: Iterable[Intent]) -> list[Row]:
+        """The rows that make these intents survive a restart. Slots of what they replace are condemned."""
+        rows: list[Row] = []
+        for intent in intents:
+            replaced = self._slot_of.get(intent.page.key)
+            if replaced is not None:
+                self._condemn(replaced)
+            assert intent.slot is not None
+            self._clock += 1
+            page = intent.page
+            rows.append(Row(intent.slot, page.key, page.parent, page.generation, self._clock))
+        return rows
+
+    def publish(self, intents: Iterable[Intent]) -> None:
+        """These pages are present from now on."""
+        for intent in intents:
+            slot, page = intent.slot, intent.page
+            assert slot is not None
+            self._drop_intent(intent)
+            self._place(slot, page.key, page.parent, page.generation)
+            self._link(page.parent)
+            self._policy.touch(slot)
+            self._refresh(slot)
+
+    def give_up(self, intents: Iterable[Intent], *, may_have_rows: bool = False) -> None:
+        """These pages are not written after all. Their slots are free again, or condemned if rows may exist."""
+        for intent in intents:
+            self._drop_intent(intent)
+            if intent.slot is None:
+                continue
+            if may_have_rows:
+                self._condemned.add(intent.slot)
+            else:
+                heapq.heappush(self._free, intent.slot)
+
+    # Forget
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Condemn these keys, present or being written."""
+        for key in keys:
+            if key in self._slot_of:
+                self._condemn(self._slot_of[key])
+            intent = self._intents.pop(key, None)
+            if intent is not None:
+                intent.is_wanted = False
+
+    def forget_all(self) -> None:
+        self.forget([*self._slot_of, *self._intents])
+
+    def condemned(self) -> list[int]:
+        """Slots that the catalog must forget before they can be used."""
+        return list(self._condemned)
+
+    def cleaned(self, slots: Iterable[int]) -> None:
+        """The catalog has forgotten these slots."""
+        for slot in slots:
+            self._condemned.discard(slot)
+            if slot in self._readers:
+                self._cleaned_but_read.add(slot)
+            else:
+                heapq.heappush(self._free, slot)
+
+    def take_unsaved_uses(self) -> dict[int, int]:
+        """When slots were used, as far as the catalog has not been told."""
+        uses, self._unsaved_use = self._unsaved_use, {}
+        return uses
+
+    # Check
+
+    def check(self) -> None:
+        """Raise TierUnavailable unless every slot is in exactly one state and every count is right."""
+        states = [
+            self._free,
+            list(self._slot_of.values()),
+            list(self._condemned),
+            list(self._cleaned_but_read),
+            [intent.slot for intent in self._intents.values() if intent.slot is not None],
+        ]
+        slots = sorted(slot for state in states for slot in state)
+        children: dict[bytes, int] = {}
+        parents = [self._parent[slot] for slot in self._slot_of.values()]
+        parents += [intent.page.parent for intent in self._intents.values()]
+        for parent in parents:
+            children[parent] = children.get(parent, 0) + 1
+        candidates = sum(self._may_go(slot) for slot in self._slot_of.values())
+        if len(slots) != len(set(slots)) or not set(slots) <= set(range(self.num_slots)):
+            raise TierUnavailable("a slot of the disk tier is in two states, or beyond its end")
+        if not self._intents and (len(slots) != self.num_slots or children != self._children):
+            raise TierUnavailable("a slot of the disk tier is lost, or its pages are counted wrongly")
+        if candidates != len(self._policy):
+            raise TierUnavailable("the disk tier's candidates for eviction are wrong")
+
+    # Parts
+
+    def _is_present(self, slot: int) -> bool:
+        return self._slot_of.get(self._key[slot]) == slot
+
+    def _may_go(self, slot: int) -> bool:
+        return slot not in self._readers and self._key[slot] not in self._children
+
+    def _refresh(self, slot: int) -> None:
+        if self._may_go(slot):
+            self._policy.expose(slot)
+        else:
+            self._policy.hide(slot)
+
+    def _use(self, slot: int) -> None:
+        self._clock += 1
+        self._policy.touch(slot)
+        self._unsaved_use[slot] = self._clock
+
+    def _place(self, slot: int, key: bytes, parent: bytes, generation: int) -> None:
+        self._slot_of[key] = slot
+        self._key[slot] = key
+        self._parent[slot] = parent
+        self._generation[slot] = generation
+
+    def _link(self, parent: bytes) -> None:
+        self._children[parent] = self._children.get(parent, 0) + 1
+        slot = self._slot_of.get(parent)
+        if slot is not None:
+            self._policy.hide(slot)
+
+    def _unlink(self, parent: bytes) -> None:
+        left = self._children[parent] - 1
+        if left:
+            self._children[parent] = left
+            return
+        del self._children[parent]
+        slot = self._slot_of.get(parent)
+        if slot is not None:
+            self._refresh(slot)
+
+    def _drop_intent(self, intent: Intent) -> None:
+        if self._intents.get(intent.page.key) is intent:
+            del self._intents[intent.page.key]
+        self._unlink(intent.page.parent)
+
+    def _condemn(self, slot: int) -> None:
+        key, parent = self._key[slot], self._parent[slot]
+        del self._slot_of[key]
+        self._condemned.add(slot)
+        self._unsaved_use.pop(slot, None)
+        self._policy.forget(slot, self._slot_of.get(parent))
+        self._unlink(parent)
