@@ -145,21 +145,6 @@ def read_identity(page: ByteArray, layout: KVLayout) -> PageIdentity | None:
     return found.identity
 
 
-def peek_identity(page: memoryview) -> PageIdentity | None:
-    """The identity of a page of any geometry, for those who keep pages and do not look into them.
-
-    None when the header is not one of this format. `page`: bytes, at least `IDENTITY_BYTES` of them.
-    """
-    packed = page[: _IDENTITY.size]
-    (crc,) = _CRC.unpack(page[_IDENTITY.size : IDENTITY_BYTES])
-    if crc != zlib.crc32(packed):
-        return None
-    magic, version, _, _, _, generation, fingerprint, key, parent = _IDENTITY.unpack(packed)
-    if (magic, version) != (MAGIC, FORMAT_VERSION):
-        return None
-    return PageIdentity(key, parent, fingerprint, generation)
-
-
 def identity_matches(page: ByteArray, layout: KVLayout, key: bytes, fingerprint: bytes, generation: int) -> bool:
     """Whether a page says that it holds exactly this write of this key."""
     found = read_identity(page, layout)

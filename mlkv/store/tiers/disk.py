@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlkv.errors import ConfigError, TierUnavailable
-from mlkv.page import peek_identity
+from mlkv.page import IDENTITY_BYTES, peek_header
+from mlkv.store.tiers import naming
 from mlkv.store.tiers.base import ReadOnlyPages, StoredPage, Tier, TierStats, WritablePages
 from mlkv.store.tiers.catalog import max_catalog_bytes
 from mlkv.store.tiers.disk_index import Intent
@@ -35,9 +35,6 @@ _BATCH_BYTES = 64 << 20
 
 _MAX_UNSAVED_USES = 256
 """Uses are written to the catalog with the next write, or once there are this many; a kill loses as many."""
-
-_MAX_NOTE_BYTES = 1024
-_NOTE_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 
 class DiskTier(Tier):
@@ -90,6 +87,7 @@ class DiskTier(Tier):
         self._page_bytes = page_bytes
         self._limit_bytes = limit_bytes
         self._threads = threads
+        self._names = naming.Names(page_bytes)
         self._opened: DiskVolume | None = None
 
     def connect(self, pool: memoryview) -> None:
@@ -118,6 +116,7 @@ class DiskTier(Tier):
         Raises TierUnavailable when the disk failed for every page that is here.
         """
         give_up_at = time.monotonic() + self.deadline_s
+        self._check_pages(keys, pages)
         done = np.zeros(len(keys), np.bool_)
         with self._call() as volume:
             with volume.index_lock:
@@ -129,8 +128,8 @@ class DiskTier(Tier):
                 outcomes = volume.slab.read(read_slots, [pages[place] for place, _ in here], give_up_at)
                 for (place, slot), outcome in zip(here, outcomes, strict=True):
                     if outcome is None:
-                        found = peek_identity(pages[place])
-                        done[place] = found is not None and volume.index.is_expected_in(slot, found)
+                        header = peek_header(np.frombuffer(pages[place], np.uint8, IDENTITY_BYTES))
+                        done[place] = header is not None and volume.index.is_expected_in(slot, header.identity)
                     if not done[place] and not isinstance(outcome, TimeoutError):
                         bad.append(slot)
             finally:
@@ -153,6 +152,7 @@ class DiskTier(Tier):
         Raises TierUnavailable when the disk failed for every page, the catalog failed, or files were removed.
         """
         give_up_at = time.monotonic() + self.deadline_s
+        self._check_pages(stored, pages)
         view_of = dict(zip((page.key for page in reversed(stored)), reversed(pages), strict=True))
         with self._call() as volume:
             if not volume.is_sound():
@@ -190,14 +190,13 @@ class DiskTier(Tier):
 
     def load_note(self, name: str) -> bytes | None:
         with self._call() as volume, volume.catalog_lock:
-            return volume.load_note(_checked_name(name))
+            return volume.load_note(self._names.note(name))
 
     def store_note(self, name: str, value: bytes) -> None:
         """See `Tier.store_note`. It survives a power cut from now on, but not a damaged catalog."""
-        if len(value) > _MAX_NOTE_BYTES:
-            raise ValueError(f"a note holds at most {_MAX_NOTE_BYTES} bytes, not {len(value)}")
+        naming.check_note(value)
         with self._call() as volume, volume.catalog_lock:
-            volume.store_note(_checked_name(name), value)
+            volume.store_note(self._names.note(name), value)
 
     def stats(self) -> TierStats:
         """Used bytes are those of the pages; the limit is what the folder may occupy, catalog included."""
@@ -221,6 +220,13 @@ class DiskTier(Tier):
             )
             return
         volume.close()
+
+    def _check_pages(self, names: Sequence[object], pages: Sequence[memoryview]) -> None:
+        """A view of another size would shift everything behind it in its request."""
+        if len(names) != len(pages):
+            raise ValueError(f"{len(names)} keys for {len(pages)} pages")
+        if any(page.nbytes != self._page_bytes for page in pages):
+            raise ValueError(f"every page of the disk tier has {self._page_bytes} bytes")
 
     def _place(self, volume: DiskVolume, intents: list[Intent]) -> list[Intent]:
         """Give the intents slots whose rows are gone; returns those that got one."""
@@ -277,9 +283,3 @@ def _raise_if_all_failed(outcomes: list[Outcome], verb: str, volume: DiskVolume)
         raise TierUnavailable(f"cannot {verb} {len(errors)} pages at {volume.slab.path}: {errors[0]}") from errors[
             0
         ]
-
-
-def _checked_name(name: str) -> str:
-    if not _NOTE_NAME.fullmatch(name):
-        raise ValueError(f"the name of a note is 1 to 64 letters, digits and dashes, not {name!r}")
-    return name

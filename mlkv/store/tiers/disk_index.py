@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mlkv.errors import TierUnavailable
 from mlkv.page import PageIdentity
 from mlkv.store.policy import LRU
 from mlkv.store.tiers.base import StoredPage
@@ -258,31 +257,6 @@ class DiskIndex:
         """When slots were used, as far as the catalog has not been told."""
         uses, self._unsaved_use = self._unsaved_use, {}
         return uses
-
-    # Check
-
-    def check(self) -> None:
-        """Raise TierUnavailable unless every slot is in exactly one state and every count is right."""
-        states = [
-            self._free,
-            list(self._slot_of.values()),
-            list(self._condemned),
-            list(self._cleaned_but_read),
-            [intent.slot for intent in self._intents.values() if intent.slot is not None],
-        ]
-        slots = sorted(slot for state in states for slot in state)
-        children: dict[bytes, int] = {}
-        parents = [self._parent[slot] for slot in self._slot_of.values()]
-        parents += [intent.page.parent for intent in self._intents.values()]
-        for parent in parents:
-            children[parent] = children.get(parent, 0) + 1
-        candidates = sum(self._may_go(slot) for slot in self._slot_of.values())
-        if len(slots) != len(set(slots)) or not set(slots) <= set(range(self.num_slots)):
-            raise TierUnavailable("a slot of the disk tier is in two states, or beyond its end")
-        if not self._intents and (len(slots) != self.num_slots or children != self._children):
-            raise TierUnavailable("a slot of the disk tier is lost, or its pages are counted wrongly")
-        if candidates != len(self._policy):
-            raise TierUnavailable("the disk tier's candidates for eviction are wrong")
 
     # Parts
 
