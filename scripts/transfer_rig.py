@@ -73,7 +73,7 @@ class Rig:
     """A case on the device, with an engine over as many pages as are moved at once."""
 
     case: Case
-    engine: StagedTransferEngine[torch.cuda.Stream]
+    engine: StagedTransferEngine[int]
     pool: KVPool
     pages: PageBatch
     slots: torch.Tensor
@@ -138,7 +138,7 @@ def rig(
     else:
         moving = TritonKernels(pool, case.part, checksum=checksum, **(kernel_options or {}))
     device = CudaDevice(pool.device, pages, moving, batched_copies=batched, priority=priority)
-    engine: StagedTransferEngine[torch.cuda.Stream] = StagedTransferEngine(
+    engine: StagedTransferEngine[int] = StagedTransferEngine(
         pool,
         pages,
         device,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -11,8 +12,9 @@ import numpy.typing as npt
 import torch
 
 from mlkv.errors import ConfigError
-from mlkv.kernels.copy_engine import CopyEngine, driver
+from mlkv.kernels.copy_engine import CopyEngine
 from mlkv.kernels.device import Event, PageKernels, Staging, Words
+from mlkv.kernels.driver import StreamEvent, StreamEvents, driver, quick_driver
 from mlkv.kernels.host_pages import HostPages
 from mlkv.kernels.pinning import CudaRegistrar, PinnedMemory
 from mlkv.kernels.staged import StagedTransferEngine
@@ -22,6 +24,8 @@ from mlkv.kernels.transfer import TransferPath
 from mlkv.layout import KVPool, RankSlice
 
 log = logging.getLogger(__name__)
+
+_NO_CHANGE = nullcontext()
 
 STREAM_PRIORITY = -1
 """Above the model's streams: a scatter of a few microseconds that waits behind the queued blocks of a large matmul
@@ -65,30 +69,38 @@ class CudaDevice:
             unit_bytes=host.layout.page_bytes,
             progress=on_pinned,
         )
-        # Batches are for pinned memory only.
-        self._copies = CopyEngine(library, batched=batched_copies and self._memory.is_pinned)
+        # Batches are for pinned memory only. Copies of other memory make their caller wait, a thread of ours.
+        is_pinned = self._memory.is_pinned
+        self._copies = CopyEngine(quick_driver() if is_pinned else library, batched=batched_copies and is_pinned)
+        self._events = StreamEvents(quick_driver())
+        self._streams: dict[int, torch.cuda.Stream] = {}  # made here, by handle
 
     @property
     def host_is_pinned(self) -> bool:
         return self._memory.is_pinned
 
-    def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device, priority=self._priority)  # type: ignore[no-untyped-call]
+    # Streams are raw handles here: torch takes 6 us to make an object of the current one.
 
-    def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
+    def new_stream(self) -> int:
+        stream = torch.cuda.Stream(self._device, priority=self._priority)  # type: ignore[no-untyped-call]
+        self._streams[stream.cuda_stream] = stream
+        return int(stream.cuda_stream)
 
-    def is_idle(self, stream: torch.cuda.Stream) -> bool:
-        return bool(stream.query())
+    def current_stream(self) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
+    def is_idle(self, stream: int) -> bool:
+        with self._current():
+            return self._events.is_idle(stream)
 
-    def wait(self, stream: torch.cuda.Stream, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event)
-        stream.wait_event(event)
+    def record(self, stream: int) -> StreamEvent:
+        with self._current():
+            return self._events.record(stream)
+
+    def wait(self, stream: int, event: Event) -> None:
+        assert isinstance(event, StreamEvent)
+        with self._current():
+            self._events.wait(stream, event)
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -96,44 +108,41 @@ class CudaDevice:
     def pinned(self, num_words: int) -> torch.Tensor:
         return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
 
-    def upload(self, stream: torch.cuda.Stream, words: Words) -> Words:
-        with torch.cuda.stream(stream):
-            # Allocated on this stream, so memory that its earlier work still uses is not overwritten early.
-            copy = torch.empty(words.length, dtype=torch.int64, device=self._device)
-            return Words(copy.copy_(words.tensor, non_blocking=True))
-
     def copy(
         self,
-        stream: torch.cuda.Stream,
+        stream: int,
         targets: npt.NDArray[np.int64],
         sources: npt.NDArray[np.int64],
         piece_bytes: int,
         *,
         to_host: bool,
     ) -> None:
-        with torch.cuda.device(self._device.index):
-            # Host pages of a load were complete before it was submitted. Staging is filled in stream order.
-            self._copies.copy(stream.cuda_stream, targets, sources, piece_bytes, sources_are_final=not to_host)
+        with self._current():
+            # What goes to the device was complete before it was submitted. Staging is filled in stream order.
+            self._copies.copy(stream, targets, sources, piece_bytes, sources_are_final=not to_host)
 
-    def launch(self, stream: torch.cuda.Stream, kernel: Callable[[int], None]) -> None:
-        if self.kernels.takes_stream and torch.cuda.current_device() == self._device.index:
-            kernel(stream.cuda_stream)
-        elif self.kernels.takes_stream:
-            with torch.cuda.device(self._device.index):
-                kernel(stream.cuda_stream)
+    def launch(self, stream: int, kernel: Callable[[int], None]) -> None:
+        if self.kernels.takes_stream:
+            with self._current():
+                kernel(stream)
         else:
             # Pools may have been made in inference mode, and are then written in it only.
-            with torch.cuda.stream(stream), torch.inference_mode():
-                kernel(stream.cuda_stream)
+            with torch.cuda.stream(self._streams[stream]), torch.inference_mode():
+                kernel(stream)
+
+    def _current(self) -> AbstractContextManager[None]:
+        """Makes this device current: the default stream has the same handle on all of them."""
+        return _NO_CHANGE if torch._C._cuda_getDevice() == self._device.index else torch.cuda.device(self._device)
 
     def run_thread(self, loop: Callable[[], None]) -> None:
         with torch.cuda.device(self._device):
-            # A thread begins without a context, which the driver's copies need; any runtime call brings it.
-            self.current_stream().query()
+            # A thread begins without a context, which the driver's calls need; a call of the runtime brings it.
+            torch.cuda.current_stream(self._device).query()
             loop()
 
     def close(self) -> None:
         self._memory.close()
+        self._events.close()
 
 
 def open_cuda_engine(
@@ -144,12 +153,12 @@ def open_cuda_engine(
     max_tasks: int,
     transfer: TransferPath,
     on_pinned: Callable[[int, int], None] | None = None,
-) -> StagedTransferEngine[torch.cuda.Stream]:
+) -> StagedTransferEngine[int]:
     """The engine for a pool on a CUDA device, with its host pool pinned and its kernels compiled."""
     kernels = choose_kernels(pool, host.rank_slice)
     device = CudaDevice(pool.device, host, kernels, on_pinned=on_pinned)
     try:
-        engine: StagedTransferEngine[torch.cuda.Stream] = StagedTransferEngine(
+        engine: StagedTransferEngine[int] = StagedTransferEngine(
             pool, host, device, staging_bytes=staging_bytes, max_tasks=max_tasks, transfer=transfer
         )
         _warm_up(pool, host, device)
@@ -175,8 +184,8 @@ def _warm_up(pool: KVPool, host: HostPages, device: CudaDevice) -> None:
     layout, part = pool.layout, host.rank_slice
     if not part.num_heads or pool.num_slots < layout.page_tokens:
         return
+    torch.cuda.synchronize(pool.device)  # the pool's tensors may still be being made
     stream = device.new_stream()
-    stream.wait_stream(device.current_stream())
     run_bytes = part.num_heads * layout.head_bytes
     in_host = torch.empty(run_bytes, dtype=torch.uint8, pin_memory=True)
     slots = device.pinned(layout.page_tokens)
@@ -189,7 +198,7 @@ def _warm_up(pool: KVPool, host: HostPages, device: CudaDevice) -> None:
         if part.num_written_heads:
             slots.copy_(torch.arange(layout.page_tokens))
             device.launch(stream, partial(device.kernels.gather, 1, Words(slots), target, sums))
-            stream.synchronize()
+            torch.cuda.synchronize(pool.device)
         slots.fill_(-1)
         device.launch(stream, partial(device.kernels.scatter, 1, Words(slots), target, sums))
-        stream.synchronize()
+        torch.cuda.synchronize(pool.device)

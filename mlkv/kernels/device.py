@@ -128,10 +128,6 @@ class Device(Protocol[S]):
         """Host memory that the device reads and writes in place: int64 `[num_words]`, aligned to 16 bytes."""
         ...
 
-    def upload(self, stream: S, words: Words) -> Words:
-        """A copy of pinned words in device memory, complete for what follows on the stream."""
-        ...
-
     def copy(
         self,
         stream: S,
@@ -141,7 +137,10 @@ class Device(Protocol[S]):
         *,
         to_host: bool,
     ) -> None:
-        """Copy `n` pieces of equal size between addresses `int64 [n]`, one side device, one host memory."""
+        """Copy `n` pieces of equal size between addresses `int64 [n]`, one side device, one host memory.
+
+        What goes to the device lies in host memory already and stays there until the copy is over.
+        """
         ...
 
     def launch(self, stream: S, kernel: Callable[[int], None]) -> None:

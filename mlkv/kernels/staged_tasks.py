@@ -70,8 +70,9 @@ class StagedTask(Generic[S]):
             self._slots = block.words.part(0, num_slots)
         else:
             self._slots = Words(slots.clone())
-        self._addresses = block.words.part(addresses, num_pages)
-        self._address_array = block.array[addresses : addresses + num_pages]
+        self._paged = block.array[addresses : addresses + num_pages]
+        self._paged[:] = self._host.run_addresses(self.pages)
+        self._paged_words = block.words.part(addresses, num_pages)
         self._sums = block.words.part(sums, num_sums)
         sum_parts = block.array[sums : sums + num_sums].view(np.uint64)
         self._sum_parts = sum_parts.reshape(num_pages, self.num_heads, -1)
@@ -125,7 +126,7 @@ class StagedTask(Generic[S]):
             # Only now, and with it the slots on the device: kernels that were queued had read them until here.
             self._direction.pinned.give(self._block)
             self._block = None
-            del self._slots, self._addresses, self._address_array, self._sums, self._sum_parts
+            del self._slots, self._paged, self._paged_words, self._sums, self._sum_parts
         self._direction.is_over(self)
 
     def _found_sums(self) -> npt.NDArray[np.uint64]:
@@ -138,8 +139,13 @@ class StagedTask(Generic[S]):
         Every program of a kernel reads slots, many programs the same ones. For one chunk that costs less over the
         link than a copy that this chunk would have to wait for.
         """
-        if self._slots_are_pinned and len(self.pages) > self._direction.ring.pages_per_segment:
-            self._slots = self._device.upload(self._direction.kernel_stream, self._slots)
+        if not self._slots_are_pinned or len(self.pages) <= self._direction.ring.pages_per_segment:
+            return
+        assert self._block is not None
+        uploaded = self._block.on_device(self._device.staging).part(0, self._slots.length)
+        target, source = (np.array([words.address], np.int64) for words in (uploaded, self._slots))
+        self._device.copy(self._direction.kernel_stream, target, source, 8 * uploaded.length, to_host=False)
+        self._slots = uploaded
 
     def _join_caller(self) -> None:
         """Let kernels begin after what the caller had queued when it submitted this task."""
@@ -148,8 +154,7 @@ class StagedTask(Generic[S]):
 
     def _queue_direct(self) -> Event:
         self._join_caller()
-        self._address_array[:] = self._host.run_addresses(self.pages)
-        return self._launch(0, len(self.pages), self._addresses)
+        return self._launch(0, len(self.pages), self._paged_words)
 
     def _launch(self, first: int, num_pages: int, pages: Staging | Words) -> Event:
         """Queue the kernel for some of the pages. The event comes after it."""
@@ -171,14 +176,13 @@ class StagedTask(Generic[S]):
         """
         which = self._num_chunks % len(self._direction.copy_streams)
         self._num_chunks += 1
-        copier, run_bytes = self._direction.copy_streams[which], self._direction.run_bytes
-        part = self.pages[self._num_queued : min(self._num_queued + segments.num_pages, len(self.pages))]
+        copier = self._direction.copy_streams[which]
         for event in after:
             self._device.wait(copier, event)
-        paged = self._host.run_addresses(part)
-        staged: npt.NDArray[np.int64] = segments.address + np.arange(len(part), dtype=np.int64) * run_bytes
+        paged = self._paged[self._num_queued : self._num_queued + segments.num_pages]
+        staged = segments.addresses[: len(paged)]
         targets, sources = (paged, staged) if to_host else (staged, paged)
-        self._device.copy(copier, targets, sources, run_bytes, to_host=to_host)
+        self._device.copy(copier, targets, sources, self._direction.run_bytes, to_host=to_host)
         return self._device.record(copier), which
 
 

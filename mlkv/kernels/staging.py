@@ -31,7 +31,8 @@ class StagingRing:
         self._segment_bytes = self.pages_per_segment * run_bytes
         self.num_segments = max(1, total_bytes // self._segment_bytes)
         self._memory = allocate(self.num_segments * self._segment_bytes)
-        self._address = self._memory.data_ptr()
+        num_runs = self.num_segments * self.pages_per_segment
+        self._addresses = self._memory.data_ptr() + np.arange(num_runs, dtype=np.int64) * run_bytes
         self._busy: list[tuple[Event, ...]] = [()] * self.num_segments
         self._next = 0
 
@@ -61,13 +62,20 @@ class StagingRing:
 
 
 class Segments:
-    """Neighbouring segments of a ring, as one piece of staging memory. `address` is where it begins."""
+    """Neighbouring segments of a ring, as one piece of staging memory.
 
-    __slots__ = ("_count", "_ring", "_start", "address")
+    Attributes:
+        addresses: int64 `[num_pages]`, of the runs that it holds.
+        address: of the first one.
+    """
+
+    __slots__ = ("_count", "_ring", "_start", "address", "addresses")
 
     def __init__(self, ring: StagingRing, start: int, count: int) -> None:
         self._ring, self._start, self._count = ring, start, count
-        self.address = ring._address + start * ring._segment_bytes
+        first = start * ring.pages_per_segment
+        self.addresses = ring._addresses[first : first + count * ring.pages_per_segment]
+        self.address = int(self.addresses[0])
 
     @property
     def memory(self) -> torch.Tensor:
@@ -99,6 +107,13 @@ class PinnedBlock:
     def __init__(self, memory: torch.Tensor) -> None:
         self.words = Words(memory)
         self.array: npt.NDArray[np.int64] = memory.numpy()
+        self._on_device: Words | None = None
+
+    def on_device(self, allocate: Callable[[int], torch.Tensor]) -> Words:
+        """As many words of device memory, kept with this block; `allocate` makes bytes of it."""
+        if self._on_device is None:
+            self._on_device = Words(allocate(8 * self.words.length).view(torch.int64))
+        return self._on_device
 
 
 class PinnedBlocks:

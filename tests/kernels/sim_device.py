@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from mlkv.kernels.device import Event, PageKernels, Words
+from mlkv.kernels.device import Event, PageKernels
 from mlkv.kernels.host_pages import HostPages
 from mlkv.kernels.staged import StagedTransferEngine
 from mlkv.kernels.torch_kernels import TorchKernels
@@ -92,11 +92,6 @@ class SimDevice:
 
     def pinned(self, num_words: int) -> torch.Tensor:
         return torch.full((num_words,), -77, dtype=torch.int64)
-
-    def upload(self, stream: SimStream, words: Words) -> Words:
-        copy = torch.full((words.length,), -1)
-        self._queue(stream, lambda: copy.copy_(words.tensor))
-        return Words(copy)
 
     def copy(
         self, stream: SimStream, targets: np.ndarray, sources: np.ndarray, piece_bytes: int, *, to_host: bool

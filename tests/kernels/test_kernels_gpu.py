@@ -32,8 +32,8 @@ from kernel_cases import (
 )
 
 from mlkv.kernels import TransferEngine
-from mlkv.kernels.copy_engine import driver
 from mlkv.kernels.cuda import CudaDevice
+from mlkv.kernels.driver import driver
 from mlkv.kernels.host_pages import HostPages
 from mlkv.kernels.paged import gather, scatter
 from mlkv.kernels.pinning import CudaRegistrar, PinnedMemory
@@ -278,7 +278,7 @@ def test_these_orderings_are_wrong_without_the_event_of_the_caller(
 ) -> None:
     """The tests above can fail: let the engine wait for a stream on which nothing is queued."""
     site = Site("staged", default_stream=False)
-    monkeypatch.setattr(CudaDevice, "current_stream", lambda self: torch.cuda.Stream())
+    monkeypatch.setattr(CudaDevice, "current_stream", lambda self: self.new_stream())
     assert not all(scenario(site, 1 + attempt) for attempt in range(10))
     torch.cuda.synchronize()
 

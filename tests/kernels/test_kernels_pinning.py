@@ -107,6 +107,9 @@ Batch = ctypes.CFUNCTYPE(
 )
 
 
+One = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+
+
 def numbers(address: int, count: int, kind: type = ctypes.c_uint64) -> list[int]:
     return list((kind * count).from_address(address))
 
@@ -120,13 +123,13 @@ class Library:
         self._status = status
         if batched:
             self.cuMemcpyBatchAsync_v2 = Batch(self._batch)
+        self.cuMemcpyAsync = One(self._one)
 
-    def cuMemcpyAsync(
-        self, target: ctypes.c_uint64, source: ctypes.c_uint64, size: ctypes.c_size_t, stream: object
-    ) -> int:
+    def _one(self, target: int, source: int, size: int, stream: int) -> int:
+        assert stream == 77
         self.num_calls += 1
         if not self._status:
-            ctypes.memmove(target.value, source.value, size.value)
+            ctypes.memmove(target, source, size)
         return self._status
 
     def cuGetErrorString(self, status: int, text: object) -> int:
@@ -159,10 +162,19 @@ def test_copies_reach_the_driver_in_batches_or_one_by_one(batched: bool) -> None
     assert library.orders == ([3, 1] if batched else [])
 
 
+def test_one_piece_is_no_batch() -> None:
+    library = Library(batched=True)
+    source, target = np.arange(16, dtype=np.uint8), np.zeros(16, np.uint8)
+    addresses = (np.array([array.ctypes.data], np.int64) for array in (target, source))
+    CopyEngine(library).copy(77, *addresses, 16, sources_are_final=True)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(target, source)
+    assert (library.num_calls, library.orders) == (1, [])
+
+
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_refused_copy_raises_with_the_drivers_words(batched: bool) -> None:
     engine = CopyEngine(Library(batched=batched, status=1))  # type: ignore[arg-type]
-    one = np.zeros(16, np.uint8)
-    address = np.array([one.ctypes.data], np.int64)
+    two = np.zeros(32, np.uint8)
+    addresses = two.ctypes.data + np.array([0, 16], np.int64)
     with pytest.raises(RuntimeError, match=r"invalid argument \(1\)"):
-        engine.copy(77, address, address, 16, sources_are_final=True)
+        engine.copy(77, addresses, addresses, 16, sources_are_final=True)
