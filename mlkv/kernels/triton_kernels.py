@@ -74,6 +74,8 @@ def _move_pages(  # type: ignore[no-untyped-def]
     PADDING_BYTES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_UNITS: tl.constexpr,
+    SUMMED_UNITS: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
 ):
     """An item is `ENTRIES` (layer, plane) rows of the table for one slice, that is, one head of one page."""
     if UNIT_BYTES == 4:
@@ -93,54 +95,68 @@ def _move_pages(  # type: ignore[no-untyped-def]
             slice_address = tl.load(pages + page) + head.to(tl.int64) * head_bytes
         else:
             slice_address = pages.to(tl.int64) + (page.to(tl.int64) * num_heads + head) * head_bytes
-        total = tl.zeros([TILE_ROWS, TILE_UNITS], tl.uint64)
+        total = tl.zeros([TILE_ROWS, TILE_UNITS // SUMMED_UNITS], tl.uint64)
         padding_total = tl.zeros([16], tl.uint64)
-        for entry in range(ENTRIES):
-            at = table + (part * ENTRIES + entry) * COLUMNS
-            address = tl.load(at) + head * tl.load(at + 3)
-            block_step = tl.load(at + 1)
-            token_step = tl.load(at + 2)
-            plane_offset = tl.load(at + 4)
-            for first_row in range(0, ROWS, TILE_ROWS):
-                row = first_row + tl.arange(0, TILE_ROWS)
-                if PER_PAGE:
-                    slot = tl.load(slots + page * PAGE_TOKENS + row * 0)
-                    place = address + (slot // BLOCK_TOKENS) * block_step
+        # The rows of all entries in one sequence, so that one tile spans entries: a program that waits for many
+        # loads at once is sooner done, and in the way of the model for a shorter time.
+        for first_row in range(0, ENTRIES * ROWS, TILE_ROWS):
+            row = first_row + tl.arange(0, TILE_ROWS)
+            is_row = row < ENTRIES * ROWS
+            at = table + (part * ENTRIES + row // ROWS) * COLUMNS
+            in_entry = row % ROWS
+            if SAME_STRIDES:
+                block_step = tl.load(table + 1)
+                token_step = tl.load(table + 2)
+                head_step = tl.load(table + 3)
+            else:
+                block_step = tl.load(at + 1, mask=is_row, other=0)
+                token_step = tl.load(at + 2, mask=is_row, other=0)
+                head_step = tl.load(at + 3, mask=is_row, other=0)
+            address = tl.load(at, mask=is_row, other=0) + head * head_step
+            plane_offset = tl.load(at + 4, mask=is_row, other=0)
+            if PER_PAGE:
+                slot = tl.load(slots + page * PAGE_TOKENS + row * 0)
+                place = address + (slot // BLOCK_TOKENS) * block_step
+            else:
+                slot = tl.load(slots + page * PAGE_TOKENS + in_entry, mask=is_row, other=-1)
+                place = address + (slot // BLOCK_TOKENS) * block_step + (slot % BLOCK_TOKENS) * token_step
+            for first_unit in range(0, ROW_UNITS, TILE_UNITS):
+                column = first_unit + tl.arange(0, TILE_UNITS)
+                inside = is_row[:, None] & (column < ROW_UNITS)[None, :]
+                used = inside & (slot >= 0)[:, None]
+                in_plane = (in_entry * ROW_UNITS)[:, None] + column[None, :]
+                paged = place[:, None] + (column * UNIT_BYTES)[None, :]
+                packed = (slice_address + plane_offset)[:, None] + in_plane * UNIT_BYTES
+                if ALIGNED:
+                    paged = tl.multiple_of(paged, [1, 16])
+                    packed = tl.multiple_of(packed, [1, 16])
+                paged = paged.to(tl.pointer_type(unit))
+                packed = packed.to(tl.pointer_type(unit))
+                if ALIGNED:
+                    paged = tl.max_contiguous(tl.multiple_of(paged, [1, 16]), [1, TILE_UNITS])
+                    packed = tl.max_contiguous(tl.multiple_of(packed, [1, 16]), [1, TILE_UNITS])
+                if SCATTER:
+                    data = tl.load(packed, mask=inside, other=0)
+                    tl.store(paged, data, mask=used)
                 else:
-                    slot = tl.load(slots + page * PAGE_TOKENS + row, mask=row < ROWS, other=-1)
-                    place = address + (slot // BLOCK_TOKENS) * block_step + (slot % BLOCK_TOKENS) * token_step
-                for first_unit in range(0, ROW_UNITS, TILE_UNITS):
-                    column = first_unit + tl.arange(0, TILE_UNITS)
-                    inside = (row < ROWS)[:, None] & (column < ROW_UNITS)[None, :]
-                    used = inside & (slot >= 0)[:, None]
-                    in_plane = (row * ROW_UNITS)[:, None] + column[None, :]
-                    paged = place[:, None] + (column * UNIT_BYTES)[None, :]
-                    packed = slice_address + plane_offset + in_plane * UNIT_BYTES
-                    if ALIGNED:
-                        paged = tl.multiple_of(paged, [1, 16])
-                        packed = tl.multiple_of(packed, [1, 16])
-                    paged = paged.to(tl.pointer_type(unit))
-                    packed = packed.to(tl.pointer_type(unit))
-                    if ALIGNED:
-                        paged = tl.max_contiguous(tl.multiple_of(paged, [1, 16]), [1, TILE_UNITS])
-                        packed = tl.max_contiguous(tl.multiple_of(packed, [1, 16]), [1, TILE_UNITS])
-                    if SCATTER:
-                        data = tl.load(packed, mask=inside, other=0)
-                        tl.store(paged, data, mask=used)
+                    data = tl.load(paged, mask=used, other=0)
+                    tl.store(packed, data, mask=inside)
+                if CHECKSUM:
+                    if UNIT_BYTES == 4:
+                        word = (plane_offset // 4).to(tl.uint32)[:, None] + in_plane.to(tl.uint32)
+                        products = data.to(tl.uint64) * _word_weight(word)
                     else:
-                        data = tl.load(paged, mask=used, other=0)
-                        tl.store(packed, data, mask=inside)
-                    if CHECKSUM:
-                        if UNIT_BYTES == 4:
-                            word = (plane_offset // 4).to(tl.uint32) + in_plane.to(tl.uint32)
-                            total += data.to(tl.uint64) * _word_weight(word)
-                        else:
-                            byte = plane_offset.to(tl.uint32) + in_plane.to(tl.uint32) * UNIT_BYTES
-                            value = data.to(tl.uint64) << ((byte % 4) * 8).to(tl.uint64)
-                            total += value * _word_weight(byte // 4)
-            if PADDING_BYTES > 0:
+                        byte = plane_offset.to(tl.uint32)[:, None] + in_plane.to(tl.uint32) * UNIT_BYTES
+                        value = data.to(tl.uint64) << ((byte % 4) * 8).to(tl.uint64)
+                        products = value * _word_weight(byte // 4)
+                    # Neighbours are in one thread, so this keeps fewer sums in registers.
+                    total += tl.sum(
+                        tl.reshape(products, [TILE_ROWS, TILE_UNITS // SUMMED_UNITS, SUMMED_UNITS]), axis=2
+                    )
+        if PADDING_BYTES > 0:
+            for entry in range(ENTRIES):
                 byte = tl.arange(0, 16)
-                start = plane_offset + ROWS * ROW_UNITS * UNIT_BYTES
+                start = tl.load(table + (part * ENTRIES + entry) * COLUMNS + 4) + ROWS * ROW_UNITS * UNIT_BYTES
                 padding = (slice_address + start + byte).to(tl.pointer_type(tl.uint8))
                 inside_padding = byte < PADDING_BYTES
                 if SCATTER:
@@ -178,7 +194,7 @@ class _Launch:
             tile_units = min(exact, max_units)
         else:
             tile_units = min(triton.next_power_of_2(row_units), max_units)
-        tile_rows = min(triton.next_power_of_2(group.num_rows), max(1, max_units // tile_units))
+        tile_rows = min(triton.next_power_of_2(entries * group.num_rows), max(1, max_units // tile_units))
         self.num_parts = len(group.rows) // entries
         self._first_part = first_part
         self._head_bytes = pool.layout.head_bytes
@@ -197,6 +213,8 @@ class _Launch:
             "PADDING_BYTES": group.padding_bytes,
             "TILE_ROWS": tile_rows,
             "TILE_UNITS": tile_units,
+            "SUMMED_UNITS": min(4, tile_units),
+            "SAME_STRIDES": len({row[1:4] for row in group.rows}) == 1,
         }
         self._compiled: dict[tuple[bool, bool], Any] = {}
 
