@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from remote_servers import RedisServer, ServerProcess
+import obstore
+from pydantic import SecretStr
+from remote_servers import RedisServer, S3Server, ServerProcess
 
 from mlkv.store.tiers import StoredPage, Tier
 from mlkv.store.tiers.naming import Names
 from mlkv.store.tiers.redis import RedisTier
+from mlkv.store.tiers.s3 import S3Tier
 
 PAGE_BYTES = 64 << 10
 POOL_PAGES = 64
@@ -65,6 +68,8 @@ class Engine(ABC):
     server: ServerProcess
     keeps_deadlines = True
     """Whether its calls give up by themselves."""
+    short_deadline_s = 0.5
+    """In which its server answers when all is well, even on a busy machine."""
 
     @abstractmethod
     def tier(self, page_bytes: int = PAGE_BYTES, *, port: int | None = None, **options: Any) -> Tier:
@@ -122,4 +127,44 @@ class RedisEngine(Engine):
         return Names(page_bytes).binary_page(page).decode("latin-1")
 
 
-ENGINES: tuple[type[RedisEngine], ...] = (RedisEngine,)
+class S3Engine(Engine):
+    name = "s3"
+    PREFIX = "a/prefix"
+    server: S3Server
+    short_deadline_s = 2.0
+
+    def __init__(self, folder: Path) -> None:
+        self.server = S3Server(folder)
+        self.server.start()
+
+    @staticmethod
+    def missing() -> str:
+        return S3Server.missing()
+
+    def tier(self, page_bytes: int = PAGE_BYTES, *, port: int | None = None, **options: Any) -> Tier:
+        return S3Tier.from_url(
+            f"s3://{S3Server.BUCKET}/{self.PREFIX}",
+            page_bytes,
+            endpoint=f"http://127.0.0.1:{port or self.server.port}",
+            region="us-east-1",
+            access_key_id=SecretStr(S3Server.ACCESS_KEY),
+            secret_access_key=SecretStr(S3Server.SECRET_KEY),
+            **options,
+        )
+
+    def put(self, name: str, value: bytes) -> None:
+        obstore.put(self.server.store(self.PREFIX), name, value)
+
+    def get(self, name: str) -> bytes:
+        return bytes(obstore.get(self.server.store(self.PREFIX), name).bytes())
+
+    def page_name(self, page: bytes, page_bytes: int = PAGE_BYTES) -> str:
+        return Names(page_bytes).page(page)
+
+    def restart_empty(self) -> None:
+        self.server.kill()
+        self.server.forget()
+        self.server.start()
+
+
+ENGINES: tuple[type[RedisEngine] | type[S3Engine], ...] = (RedisEngine, S3Engine)

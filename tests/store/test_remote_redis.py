@@ -13,6 +13,7 @@ import pytest
 from pydantic import SecretStr
 from remote_engines import PAGE_BYTES, Pool, RedisEngine, key, keys, stored
 from remote_servers import RedisServer, running
+from store_helpers import eventually
 
 from mlkv.errors import ConfigError, TierUnavailable
 from mlkv.store.tiers.redis import RedisTier
@@ -203,7 +204,7 @@ def test_a_restarted_server_is_noticed_before_the_next_call(tmp_path: Path, pool
 )
 def test_something_else_on_that_port_is_an_outage(answer: bytes, pool: Pool) -> None:
     with answering(answer, b":x\r\n") as port:
-        tier = RedisTier.from_url(f"redis://127.0.0.1:{port}", PAGE_BYTES, deadline_s=2.0)
+        tier = RedisTier.from_url(f"redis://127.0.0.1:{port}", PAGE_BYTES, deadline_s=0.5)
         with pytest.raises(TierUnavailable, match=f"127.0.0.1:{port}"):
             tier.contains(keys(0, 1))
         tier.close()
@@ -243,17 +244,24 @@ def test_answers_that_trickle_in_do_not_extend_the_deadline(pool: Pool) -> None:
 
 
 @needs_server
-def test_scan_lists_ascending_pages_of_this_deployment_only(tmp_path: Path, pool: Pool) -> None:
-    engine = RedisEngine(tmp_path)
-    tier = engine.tier()
-    tier.connect(pool.memory)
-    for at in (20, 0, 10):
-        tier.write(stored(keys(at, at + 10)), pool.pages(0, 10))
-    engine.put("mlkv/1/1/p/other-deployment!", b"")
-    tier.store_note("note", b"")
-    assert tier.scan(b"", 100) == keys(0, 30)
-    assert tier.scan(b"", 7) == keys(0, 7)
-    assert tier.scan(key(6), 7) == keys(7, 14)
-    assert tier.scan(key(29), 7) == []
-    tier.close()
-    engine.close()
+def test_closing_ends_the_calls_that_still_wait(tmp_path: Path, pool: Pool) -> None:
+    with running(RedisServer(tmp_path)) as server:
+        tier = RedisTier.from_url(f"redis://127.0.0.1:{server.port}", PAGE_BYTES, deadline_s=60.0)
+        tier.connect(pool.memory)
+        server.hold()
+        failures: list[BaseException] = []
+
+        def read() -> None:
+            try:
+                tier.read(keys(0, 8), pool.pages(0, 8))
+            except TierUnavailable as error:
+                failures.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        eventually(lambda: tier._busy, "the call has its connection")
+        tier.close()
+        reader.join(10)
+        server.resume()
+        assert not reader.is_alive()
+        assert len(failures) == 1

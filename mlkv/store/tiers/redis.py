@@ -18,7 +18,7 @@ from mlkv.errors import ConfigError, DeadlineExceeded, TierUnavailable
 from mlkv.keys import KEY_BYTES
 from mlkv.store.tiers import naming
 from mlkv.store.tiers.base import ReadOnlyPages, StoredPage, Tier, TierStats, WritablePages
-from mlkv.store.tiers.resp import Link, Reply, ReplyError, Server
+from mlkv.store.tiers.resp import Link, Reply, ReplyError, Server, import_client
 
 _FORM = "redis://HOST[:PORT][/DATABASE], or rediss:// for TLS"
 _PASSWORD_VARIABLES = ("REDISCLI_AUTH", "VALKEYCLI_AUTH")
@@ -44,6 +44,7 @@ class RedisTier(Tier):
         self.deadline_s = deadline_s
         self.batch_pages = naming.batch_pages(page_bytes)
         self._server = server
+        self._client = import_client()
         self._names = naming.Names(page_bytes)
         self._lock = threading.Lock()
         self._idle: list[Link] = []
@@ -243,7 +244,7 @@ class RedisTier(Tier):
                 if link is not None:
                     self._busy.add(link)
             if link is None:
-                link = Link(self._server, deadline)
+                link = Link(self._server, self._client, deadline)
                 with self._lock:
                     self._busy.add(link)
                     closed = self._closed

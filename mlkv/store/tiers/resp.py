@@ -56,13 +56,14 @@ class Link:
     of the `valkey` package while connecting.
     """
 
-    def __init__(self, server: Server, deadline: float) -> None:
+    def __init__(self, server: Server, client: Any, deadline: float) -> None:
         """Connect and log in.
 
         Args:
+            client: what `import_client` returned.
             deadline: until when, of `time.monotonic()`; `set_deadline` moves it.
 
-        Raises ConfigError if the `valkey` package is missing, ReplyError if the server refuses the login.
+        Raises ReplyError if the server refuses the login.
         """
         self._deadline = deadline
         self._buffer = bytearray(_BUFFER_BYTES)
@@ -70,7 +71,7 @@ class Link:
         self._start = self._end = 0  # what of the buffer was received and not yet used
         self._socket: Any = None
         # A name may have several addresses, which are tried one after the other with this timeout each.
-        self._connection = _new_connection(server, self, timeout_s=self._left_s() / 4)
+        self._connection = _new_connection(server, client, self, timeout_s=self._left_s() / 4)
         self._connection.connect()
         try:
             self._log_in(server)
@@ -260,11 +261,16 @@ def _integer(text: bytes) -> int:
         raise ConnectionError(_NOT_REDIS) from None
 
 
-def _new_connection(server: Server, parser: Link, timeout_s: float) -> Any:
+def import_client() -> Any:
+    """The module of the `valkey` package that makes connections. Raises ConfigError if it is not installed."""
     try:
-        from valkey.connection import Connection, SSLConnection
+        import valkey.connection
     except ImportError:
         raise ConfigError("a redis:// store needs the valkey package: pip install 'mlkv[redis]'") from None
+    return valkey.connection
+
+
+def _new_connection(server: Server, client: Any, parser: Link, timeout_s: float) -> Any:
     options: dict[str, Any] = {
         "host": server.host,
         "port": server.port,
@@ -276,5 +282,5 @@ def _new_connection(server: Server, parser: Link, timeout_s: float) -> Any:
         "valkey_connect_func": parser.on_connect,
     }
     if server.tls:
-        return SSLConnection(ssl_check_hostname=True, **options)
-    return Connection(**options)
+        return client.SSLConnection(ssl_check_hostname=True, **options)
+    return client.Connection(**options)
