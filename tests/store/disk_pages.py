@@ -14,7 +14,15 @@ import torch
 from store_helpers import key
 
 from mlkv.layout import KVLayout
-from mlkv.page import PageIdentity, binding, checksum_table, payload_checksum, verify_page, write_identity
+from mlkv.page import (
+    PageIdentity,
+    binding,
+    checksum_table,
+    payload_checksum,
+    verify_own_header,
+    verify_page,
+    write_identity,
+)
 from mlkv.store.tiers import StoredPage
 from mlkv.store.tiers.catalog import max_catalog_bytes
 from mlkv.store.tiers.disk import DiskTier
@@ -104,6 +112,21 @@ def verifies(view: memoryview, page: StoredPage) -> bool:
     return verify_page(np.frombuffer(view, np.uint8), LAYOUT, page.key, page.fingerprint, page.generation)
 
 
+def read_everything(tier: DiskTier) -> tuple[set[bytes], set[bytes]]:
+    """Read every key that the tier lists: those it gave, and those it did not. What it gave must be whole."""
+    given, refused = set(), set()
+    for found in tier.scan(b"", 1 << 20):
+        (view,) = MEMORY.blank(1)
+        if tier.read([found], [view]).all():
+            header = verify_own_header(np.frombuffer(view, np.uint8))
+            assert header is not None, "a torn page"
+            assert header.identity.key == found
+            given.add(found)
+        else:
+            refused.add(found)
+    return given, refused
+
+
 def opened(directory: Path, num_pages: int = 64, **options: Any) -> DiskTier:
     tier = DiskTier(directory, PAGE_BYTES, limit_for(num_pages), **options)
     tier.connect(NO_POOL)
@@ -147,7 +170,7 @@ def check_slots(tier: DiskTier) -> None:
     for slot in present:
         children[index._parent[slot]] = children.get(index._parent[slot], 0) + 1
     assert index._children == children
-    assert len(index._policy) == sum(index._key[slot] not in children for slot in present)
+    assert index.recency.num_candidates == sum(index._key[slot] not in children for slot in present)
     rows = {row.slot: row.key for row in volume.catalog.rows()}
     assert {slot: index._key[slot] for slot in present} == {
         slot: key for slot, key in rows.items() if slot not in index._condemned

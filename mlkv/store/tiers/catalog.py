@@ -162,7 +162,11 @@ class Catalog:
     def drop_from(self, num_slots: int) -> None:
         """Forget the pages in slots from `num_slots` on, and make the file no larger than so many rows need."""
         with self._transaction():
-            self._database.execute("DELETE FROM pages WHERE slot >= ? OR slot < 0", (num_slots,))
+            dropped = self._database.execute(
+                "DELETE FROM pages WHERE slot >= ? OR slot < 0", (num_slots,)
+            ).rowcount
+        if not dropped:
+            return
         if self.path.stat().st_size > max_catalog_bytes(num_slots) - _FIXED_BYTES // 2:
             with self._damage_noted():
                 self._database.execute("VACUUM")

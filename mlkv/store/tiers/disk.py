@@ -136,7 +136,7 @@ class DiskTier(Tier):
                 with volume.index_lock:
                     volume.index.end_read(read_slots, bad)
                     self.pages_damaged += len(bad)
-                    is_due = bool(bad) or volume.index.num_unsaved_uses >= _MAX_UNSAVED_USES
+                    is_due = bool(bad) or volume.index.recency.num_unsaved >= _MAX_UNSAVED_USES
             if bad:
                 log.warning(
                     "%s: %d of %d pages were not readable as written", volume.slab.path, len(bad), len(here)
@@ -253,7 +253,7 @@ class DiskTier(Tier):
                     volume.index.give_up(ready, may_have_rows=True)
                 raise
             with volume.index_lock:
-                volume.index.publish(ready)
+                volume.index.publish(ready, rows)
 
     def _save(self, volume: DiskVolume) -> None:
         """Write to the catalog what a read has changed. What fails here is done with the next write."""

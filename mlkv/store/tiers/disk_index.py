@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlkv.page import PageIdentity
-from mlkv.store.policy import LRU
 from mlkv.store.tiers.base import StoredPage
 from mlkv.store.tiers.catalog import Row
+from mlkv.store.tiers.recency import Recency
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class DiskIndex:
         self.num_slots = 0
         """Slots that the slab has so far."""
         self.pages_evicted = 0
-        self._policy = LRU(max_slots)
+        self.recency = Recency(max_slots)
         self._slot_of: dict[bytes, int] = {}
         self._key = [b""] * max_slots
         self._parent = [b""] * max_slots
@@ -58,8 +58,6 @@ class DiskIndex:
         self._free: list[int] = []  # a heap: low slots first, so that pages of one write are mostly neighbours
         self._condemned: set[int] = set()
         self._cleaned_but_read: set[int] = set()
-        self._clock = 0
-        self._unsaved_use: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -67,10 +65,6 @@ class DiskIndex:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def num_unsaved_uses(self) -> int:
-        return len(self._unsaved_use)
 
     # Start
 
@@ -87,8 +81,7 @@ class DiskIndex:
                 continue
             self._place(row.slot, row.key, row.parent, row.generation)
             self._children[row.parent] = self._children.get(row.parent, 0) + 1
-            self._policy.touch(row.slot)
-            self._clock = max(self._clock, row.used)
+            self.recency.restore(row.slot, row.used)
         for slot in self._slot_of.values():
             self._refresh(slot)
         self._free = sorted(set(range(num_slots)).difference(named))
@@ -109,7 +102,8 @@ class DiskIndex:
                 break
             found += 1
         if found:
-            self._use(self._slot_of[keys[found - 1]])
+            # Of a chain only the end is marked: a page that leaves hands its use up to its parent.
+            self.recency.use(self._slot_of[keys[found - 1]], self.recency.next_use())
         return found
 
     def has(self, key: bytes, generation: int) -> bool:
@@ -139,10 +133,10 @@ class DiskIndex:
         for slot in slots:
             if slot is not None:
                 self._readers[slot] = self._readers.get(slot, 0) + 1
-                self._policy.hide(slot)
+                self.recency.hide(slot)
                 deepest = slot
         if deepest is not None:
-            self._use(deepest)
+            self.recency.use(deepest, self.recency.next_use())
         return slots
 
     def end_read(self, slots: Iterable[int], bad: Iterable[int]) -> None:
@@ -177,7 +171,7 @@ class DiskIndex:
     def evict(self, num_pages: int) -> int:
         """Condemn up to `num_pages` pages; returns how many there were to condemn."""
         for done in range(num_pages):
-            slot = self._policy.victim()
+            slot = self.recency.victim()
             if slot is None:
                 return done
             self._condemn(slot)
@@ -199,21 +193,19 @@ class DiskIndex:
             if replaced is not None:
                 self._condemn(replaced)
             assert intent.slot is not None
-            self._clock += 1
             page = intent.page
-            rows.append(Row(intent.slot, page.key, page.parent, page.generation, self._clock))
+            use = self.recency.next_use()
+            rows.append(Row(intent.slot, page.key, page.parent, page.generation, use))
         return rows
 
-    def publish(self, intents: Iterable[Intent]) -> None:
-        """These pages are present from now on."""
-        for intent in intents:
-            slot, page = intent.slot, intent.page
-            assert slot is not None
+    def publish(self, intents: Iterable[Intent], rows: Iterable[Row]) -> None:
+        """These pages are present from now on; `rows` are those of `rows_for`."""
+        for intent, row in zip(intents, rows, strict=True):
             self._drop_intent(intent)
-            self._place(slot, page.key, page.parent, page.generation)
-            self._link(page.parent)
-            self._policy.touch(slot)
-            self._refresh(slot)
+            self._place(row.slot, row.key, row.parent, row.generation)
+            self._link(row.parent)
+            self.recency.restore(row.slot, row.used)
+            self._refresh(row.slot)
 
     def give_up(self, intents: Iterable[Intent], *, may_have_rows: bool = False) -> None:
         """These pages are not written after all. Their slots are free again, or condemned if rows may exist."""
@@ -253,11 +245,6 @@ class DiskIndex:
             else:
                 heapq.heappush(self._free, slot)
 
-    def take_unsaved_uses(self) -> dict[int, int]:
-        """When slots were used, as far as the catalog has not been told."""
-        uses, self._unsaved_use = self._unsaved_use, {}
-        return uses
-
     # Parts
 
     def _is_present(self, slot: int) -> bool:
@@ -268,14 +255,9 @@ class DiskIndex:
 
     def _refresh(self, slot: int) -> None:
         if self._may_go(slot):
-            self._policy.expose(slot)
+            self.recency.expose(slot)
         else:
-            self._policy.hide(slot)
-
-    def _use(self, slot: int) -> None:
-        self._clock += 1
-        self._policy.touch(slot)
-        self._unsaved_use[slot] = self._clock
+            self.recency.hide(slot)
 
     def _place(self, slot: int, key: bytes, parent: bytes, generation: int) -> None:
         self._slot_of[key] = slot
@@ -287,7 +269,7 @@ class DiskIndex:
         self._children[parent] = self._children.get(parent, 0) + 1
         slot = self._slot_of.get(parent)
         if slot is not None:
-            self._policy.hide(slot)
+            self.recency.hide(slot)
 
     def _unlink(self, parent: bytes) -> None:
         left = self._children[parent] - 1
@@ -308,6 +290,7 @@ class DiskIndex:
         key, parent = self._key[slot], self._parent[slot]
         del self._slot_of[key]
         self._condemned.add(slot)
-        self._unsaved_use.pop(slot, None)
-        self._policy.forget(slot, self._slot_of.get(parent))
+        use = self.recency.forget(slot)
+        if parent in self._slot_of:
+            self.recency.use(self._slot_of[parent], use)
         self._unlink(parent)

@@ -91,7 +91,7 @@ class DiskVolume:
         """
         with self.index_lock:
             condemned = self.index.condemned()
-            used = self.index.take_unsaved_uses()
+            used = self.index.recency.take_unsaved()
         if not (condemned or insert or used):
             return
         with self._catalog_errors():
