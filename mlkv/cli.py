@@ -32,6 +32,10 @@ def _add_benchmarks(benchmarks: argparse._SubParsersAction[argparse.ArgumentPars
     agree.add_argument("--ranks", type=_ranks, default=4, metavar="N", help="ranks to start on this host (4)")
     agree.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
     agree.set_defaults(run=_bench_agree)
+    disk = benchmarks.add_parser("disk", help="the disk tier beside fio: rates, CPU time, restart")
+    disk.add_argument("--directory", type=Path, required=True, metavar="DIR", help="on the disk to measure")
+    disk.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
+    disk.set_defaults(run=_bench_disk)
 
 
 def _ranks(text: str) -> int:
@@ -47,6 +51,16 @@ def _bench_agree(options: argparse.Namespace) -> int:
     print(agree.report(result))
     if options.json is not None:
         agree.write(result, options.json)
+    return 0
+
+
+def _bench_disk(options: argparse.Namespace) -> int:
+    from mlkv.bench import disk
+
+    result = disk.run(options.directory)
+    print(disk.report(result))
+    if options.json is not None:
+        disk.write(result, options.json)
     return 0
 
 

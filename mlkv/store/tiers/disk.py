@@ -90,6 +90,12 @@ class DiskTier(Tier):
         self._names = naming.Names(page_bytes)
         self._opened: DiskVolume | None = None
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether pages go around the page cache. False as well while nothing is open."""
+        volume = self._opened
+        return volume is not None and volume.slab.is_direct
+
     def connect(self, pool: memoryview) -> None:
         """Open the folder, or open it anew when files were removed or the catalog broke. See `Tier.connect`.
 
