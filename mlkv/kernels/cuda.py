@@ -194,6 +194,8 @@ def _warm_up(pool: KVPool, host: HostPages, device: CudaDevice) -> None:
     pages: list[Staging | Words] = [ring.take(1)]
     if device.kernels.reaches_host:
         pages.append(Words(device.pinned(1).fill_(in_host.data_ptr())))
+    words = Words(device.staging(8 * layout.page_tokens).view(torch.int64))
+    device.launch(stream, partial(device.kernels.fetch, Words(slots.fill_(-1)), words))
     for target in pages:
         if part.num_written_heads:
             slots.copy_(torch.arange(layout.page_tokens))

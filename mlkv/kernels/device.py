@@ -75,6 +75,10 @@ class PageKernels(Protocol):
     reaches_host: bool
     takes_stream: bool
 
+    def fetch(self, source: Words, target: Words, stream: int) -> None:
+        """Copy pinned words into as many words of device memory."""
+        ...
+
     def gather(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
         """Copy slots of the pool into pages.
 

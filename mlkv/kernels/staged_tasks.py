@@ -134,7 +134,7 @@ class StagedTask(Generic[S]):
         return sums
 
     def _upload_slots(self) -> None:
-        """Bring the slots to the device, for all chunks but the first.
+        """Bring the slots to the device, for chunks after the first.
 
         Every program of a kernel reads slots, many programs the same ones. For one chunk that costs less over the
         link than a copy that this chunk would have to wait for.
@@ -143,8 +143,9 @@ class StagedTask(Generic[S]):
             return
         assert self._block is not None
         uploaded = self._block.on_device(self._device.staging).part(0, self._slots.length)
-        target, source = (np.array([words.address], np.int64) for words in (uploaded, self._slots))
-        self._device.copy(self._direction.kernel_stream, target, source, 8 * uploaded.length, to_host=False)
+        # By a kernel: a copy engine would bring them after all the pages that are queued on it already.
+        kernels = self._device.kernels
+        self._device.launch(self._direction.kernel_stream, partial(kernels.fetch, self._slots, uploaded))
         self._slots = uploaded
 
     def _join_caller(self) -> None:

@@ -21,6 +21,9 @@ class TorchKernels:
         self._pool = pool
         self._slice = rank_slice
 
+    def fetch(self, source: Words, target: Words, stream: int) -> None:
+        target.tensor.copy_(source.tensor, non_blocking=True)
+
     def gather(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
         slices = self._slices(pages, num_pages, self._slice.num_written_heads)
         gather(self._pool, self._slots(slots, num_pages), self._slice, slices)
