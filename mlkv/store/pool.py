@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from mlkv.errors import ConfigError, StoreError
+from mlkv.store.numa import interleave, memory_nodes
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -70,8 +71,8 @@ class HostPool:
             return
 
 
-def create_pool_file(num_pages: int, page_bytes: int) -> int:
-    """A sealed memfd for a pool. Returns its descriptor.
+def create_pool_file(num_pages: int, page_bytes: int, *, interleaved: bool = False) -> int:
+    """A sealed memfd for a pool, `interleaved` over the memory nodes of the host. Returns its descriptor.
 
     Raises ConfigError when this host cannot hold it: memory is taken page by page as it is first written, so a
     pool that is too large would otherwise end in the kernel killing somebody in the middle of the work.
@@ -92,6 +93,9 @@ def create_pool_file(num_pages: int, page_bytes: int) -> int:
         raise ConfigError(
             f"store.host_bytes: cannot make a pool of {size_bytes} bytes: {error.strerror}"
         ) from error
+    nodes = memory_nodes() if interleaved else []
+    if len(nodes) > 1:
+        interleave(fd, size_bytes, nodes)
     return fd
 
 
