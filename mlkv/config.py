@@ -8,45 +8,26 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from mlkv.errors import ConfigError
 from mlkv.faults import FaultPlan
+from mlkv.section import Section
+from mlkv.store_config import DiskConfig, RemoteConfig, StoreConfig
+
+__all__ = ["AgreeConfig", "DiskConfig", "MLKVConfig", "MoveConfig", "RemoteConfig", "StoreConfig"]
 
 _ENV_PREFIX = "MLKV_"
-_ENV_OF_OTHERS = frozenset({"MLKV_HOME"})
-"""Names with our prefix that are not settings: the folder in which launch.sh keeps environment and models."""
+_ENV_OF_OTHERS = frozenset({"MLKV_HOME", "MLKV_TRANSFER"})
+"""Names with our prefix that are not settings: the folder in which launch.sh keeps environment and models, and a
+switch for one run that overrides `move.transfer`."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StoreConfig(_Section):
-    """The owner process of this host and its host-memory pool."""
-
-    host_bytes: ByteSize = Field(default=ByteSize(4 << 30), gt=0, description="size of the host pool")
-    directory: Path | None = Field(
-        default=None, description="folder of the owner's socket; default: a private one of this user"
-    )
-    name: str = Field(
-        default="",
-        max_length=64,
-        pattern=r"^[A-Za-z0-9._-]*$",
-        description="name of the owner to share; default: one owner for each job on this host",
-    )
-    linger_s: float = Field(default=0.0, ge=0, description="how long the owner outlives its last client")
-    connect_deadline_s: float = Field(default=60.0, gt=0, description="spawn or find the owner within this")
-    answer_deadline_s: float = Field(
-        default=2.0, gt=0, description="a lookup the owner has not answered by then is a miss"
-    )
-
-
-class AgreeConfig(_Section):
+class AgreeConfig(Section):
     """How the ranks of a replica agree."""
 
     channel: Literal["auto", "object", "ledger", "tensor", "hierarchical"] = Field(
@@ -64,7 +45,7 @@ class AgreeConfig(_Section):
     )
 
 
-class MoveConfig(_Section):
+class MoveConfig(Section):
     """Transfers between device and host."""
 
     staging_bytes: ByteSize = Field(
@@ -72,6 +53,11 @@ class MoveConfig(_Section):
     )
     max_tasks: int = Field(
         default=1024, ge=1, description="loads, and offloads, in flight at once; more are refused"
+    )
+    transfer: Literal["auto", "staged", "direct"] = Field(
+        default="auto",
+        description="how bytes cross between host and a CUDA device: through the copy engine and staging, by a "
+        "kernel that reaches into host memory, or as suits each transfer; MLKV_TRANSFER overrides it",
     )
 
 
@@ -116,6 +102,11 @@ class MLKVConfig(BaseSettings):
             raise ValueError(
                 f"store.answer_deadline_s={self.store.answer_deadline_s} must be below "
                 f"agree.deadline_s={self.agree.deadline_s}: a slow store is a miss, a slow rank ends the job"
+            )
+        if (self.store.lookup_wait_s or 0.0) >= self.store.answer_deadline_s:
+            raise ValueError(
+                f"store.lookup_wait_s={self.store.lookup_wait_s} must be below "
+                f"store.answer_deadline_s={self.store.answer_deadline_s}, or what the tiers bring comes too late"
             )
         return self
 
@@ -171,8 +162,15 @@ def _refuse_unknown_environment() -> None:
                 raise ConfigError(
                     f"environment variable {name} is not a setting; settings here: {', '.join(sorted(fields))}"
                 )
-            kind = fields[part].annotation
-            section = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+            section = _section_of(fields[part].annotation)
+
+
+def _section_of(annotation: object) -> type[BaseModel] | None:
+    """The section that a field holds, or may hold; None for a plain value."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -214,6 +212,8 @@ def _describe(error: ValidationError) -> str:
             lines.append(f"{where} must be given")
         else:
             given = item.get("input")
-            shown = "" if isinstance(given, (dict, BaseModel)) else f" (given: {given!r})"
+            # What is given for a remote store may have a password in it.
+            secret = "remote" in item["loc"] or isinstance(given, (dict, BaseModel))
+            shown = "" if secret else f" (given: {given!r})"
             lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}{shown}")
     return "wrong settings: " + "; ".join(lines)

@@ -37,6 +37,11 @@ def connect(config: MLKVConfig, layout: KVLayout, replica: Replica) -> StoreClie
 
     Collective over the replica. Where it spans hosts, all pools have as many pages as the smallest.
     """
+    if not replica.one_host and (config.store.disk or config.store.remote):
+        raise ConfigError(
+            "store.disk and store.remote need a replica on one host: where it spans hosts, none of them has whole "
+            "pages; leave both out, or use more data-parallel replicas of fewer ranks"
+        )
     members = ",".join(f"{place.host}:{place.pid}" for place in replica.places)
     group = blake2b(f"{members}/{replica.session}".encode(), digest_size=16).digest()
     path = owner_socket(config.store)
@@ -56,6 +61,9 @@ def connect(config: MLKVConfig, layout: KVLayout, replica: Replica) -> StoreClie
             rank=replica.rank,
             deadline_s=config.store.connect_deadline_s,
             linger_s=linger_s,
+            disk=config.store.disk,
+            remote=config.store.remote,
+            admission=config.store.admission,
         )
     except MLKVError as problem:
         error = problem

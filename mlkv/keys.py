@@ -11,12 +11,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from mlkv.errors import ConfigError
-from mlkv.layout import KVLayout
+
+if TYPE_CHECKING:  # the store's owner handles keys, and has no use for torch
+    from mlkv.layout import KVLayout
 
 KEY_BYTES = 16
 _KEY_SCHEME = "mlkv-key-1-blake2b-128"

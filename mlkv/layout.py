@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 
 from mlkv.errors import ConfigError
+from mlkv.page import header_bytes
 
 LAYOUT_VERSION = 1
 """Version of the order of bytes within a page. Part of the fingerprint: other versions never match."""
@@ -30,17 +31,9 @@ PAGE_ALIGN_BYTES = 4096
 HEAD_ALIGN_BYTES = 16
 """Planes and heads start on multiples of this, the widest load a GPU thread issues."""
 
-HEADER_IDENTITY_BYTES = 128
-"""Space for the identity part of the header; the table of checksums (8 bytes a head) follows it."""
-
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def header_bytes(num_kv_heads: int) -> int:
-    """Length of a page's header: the identity and the table of checksums, up to a block of old disks."""
-    return _round_up(HEADER_IDENTITY_BYTES + 8 * num_kv_heads, 512)
 
 
 @dataclass(frozen=True)

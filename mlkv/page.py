@@ -26,11 +26,16 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from mlkv.layout import HEADER_IDENTITY_BYTES, KVLayout, header_bytes
+if TYPE_CHECKING:  # the store's owner reads headers, and has no use for torch
+    from mlkv.layout import KVLayout
+
+HEADER_IDENTITY_BYTES = 128
+"""Space for the identity part of the header; the table of checksums (8 bytes a head) follows it."""
 
 MAGIC = b"MLKV"
 FORMAT_VERSION = 1
@@ -95,6 +100,11 @@ class PageHeader:
     def used_bytes(self) -> int:
         """Where the last head slice ends."""
         return self.header_bytes + self.num_kv_heads * self.head_bytes
+
+
+def header_bytes(num_kv_heads: int) -> int:
+    """Length of a header: the identity and the table of checksums, up to a whole number of 512 bytes."""
+    return -(-(HEADER_IDENTITY_BYTES + 8 * num_kv_heads) // 512) * 512
 
 
 def write_identity(page: ByteArray, layout: KVLayout, identity: PageIdentity) -> None:

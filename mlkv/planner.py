@@ -73,6 +73,7 @@ class Planner:
         client: a connected client of the owner of this host.
         answer_deadline_s: what the owner has not answered by then is a miss.
         max_questions: questions without an answer at once; more are answered as a miss at once.
+        lookup_wait_s: how long the owner may let a lookup wait for lower tiers; below `answer_deadline_s`.
         clock: seconds, as `time.monotonic`; another one where time is virtual.
     """
 
@@ -81,11 +82,13 @@ class Planner:
         client: StoreClient,
         answer_deadline_s: float,
         max_questions: int,
+        lookup_wait_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._deadline_s = answer_deadline_s
         self._max_questions = max_questions
+        self._lookup_wait_s = lookup_wait_s
         self._clock = clock
         self._asked: dict[int, _Question] = {}  # by ticket
         self._leases: dict[int, tuple[int, wire.Matched]] = {}  # call -> its lease and what it covers
@@ -95,7 +98,7 @@ class Planner:
 
     def lookup(self, call: int, keys: bytes) -> None:
         """Ask for the longest readable prefix of a chain of keys (16 bytes each). A HitAnswer follows."""
-        self._ask(call, "match", wire.Match(keys, len(keys) // 16))
+        self._ask(call, "match", wire.Match(keys, len(keys) // 16, self._lookup_wait_s))
 
     def reserve(self, call: int, keys: bytes) -> None:
         """Ask for pages for what is missing of a chain. A ReserveAnswer follows.

@@ -51,7 +51,7 @@ class VirtualReplica:
         self._lag = int(shape.is_late)
         self._has_neighbours = shape.num_replicas > 1
         planner: Planner = shape.parts.planner(
-            cast(StoreClient, self.client), ANSWER_DEADLINE_S, shape.max_questions, clock
+            cast(StoreClient, self.client), ANSWER_DEADLINE_S, shape.max_questions, clock=clock
         )
         first = index * shape.num_ranks
         self.ranks = [

@@ -14,7 +14,6 @@ from mlkv.explore.words import keys_of, split, text_of
 from mlkv.store import wire
 from mlkv.store.index import Index
 from mlkv.store.policy import LRU
-from mlkv.store.pool import HostPool
 from mlkv.store.service import StoreService
 
 _NEIGHBOUR = b"neighbour"
@@ -53,8 +52,7 @@ class VirtualStore:
         self.num_slices = num_slices
         self.is_alive = True
         self.index = Index(num_pages, LRU(num_pages))
-        # Without lower tiers the service never looks at the bytes of the pool.
-        self.service = service_type(self.index, cast(HostPool, None))
+        self.service = service_type(self.index)
         self.contents: list[list[Written | None]] = [[None] * num_slices for _ in range(num_pages)]
         self.rotten: set[tuple[int, int]] = set()
         self._touches: dict[int, list[Touch]] = {}

@@ -14,8 +14,11 @@ from mlkv.errors import DeadlineExceeded, MLKVError, StoreError, StoreLost
 from mlkv.store import wire
 from mlkv.store.pool import HostPool, pool_pages
 from mlkv.store.rendezvous import SocketLock, is_listening, private_folder, remove_stale_socket
-from mlkv.store.spawn import OwnerSettings, spawn_owner
+from mlkv.store.settings import OwnerSettings
+from mlkv.store.spawn import spawn_owner
 from mlkv.store.transport import FramedSocket, PeerGone, peer_credentials
+from mlkv.store.writeback import Admission
+from mlkv.store_config import DiskConfig, RemoteConfig
 
 MAX_OUTSTANDING = 4096
 """Requests without an answer yet. An owner that is alive answers thousands in a step."""
@@ -68,6 +71,9 @@ class StoreClient:
         deadline_s: float,
         linger_s: float = 0.0,
         log_file: str | os.PathLike[str] | None = None,
+        disk: DiskConfig | None = None,
+        remote: RemoteConfig | None = None,
+        admission: Admission = "write",
     ) -> StoreClient:
         """Join the store of this host, starting its owner if there is none.
 
@@ -78,7 +84,8 @@ class StoreClient:
             group: token of the replica, equal on all of its ranks and on no others.
             rank: group rank, for messages.
             deadline_s: for all of it.
-            linger_s, log_file: for an owner that has to be started, see OwnerSettings.
+            linger_s, log_file, disk, remote, admission: for an owner that has to be started, see OwnerSettings and
+                StoreConfig.
 
         Raises ConfigError for settings that cannot be, StoreError when the owner refuses or does not start,
         DeadlineExceeded when it takes too long.
@@ -86,8 +93,16 @@ class StoreClient:
         path = Path(socket_path).absolute()
         pool_pages(host_bytes, page_bytes)
         private_folder(path)
-        log_path = None if log_file is None else Path(log_file)
-        settings = OwnerSettings(path, host_bytes, page_bytes, linger_s, log_file=log_path)
+        settings = OwnerSettings(
+            socket_path=path,
+            host_bytes=host_bytes,
+            page_bytes=page_bytes,
+            linger_s=linger_s,
+            log_file=None if log_file is None else Path(log_file).absolute(),
+            disk=disk,
+            remote=remote,
+            admission=admission,
+        )
         hello = wire.Hello(wire.PROTOCOL, page_bytes, group, rank)
         give_up_at = time.monotonic() + deadline_s
         while True:

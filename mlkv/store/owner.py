@@ -22,11 +22,14 @@ from pathlib import Path
 from mlkv.errors import ConfigError, MLKVError, StoreError
 from mlkv.store import wire
 from mlkv.store.index import Index
+from mlkv.store.lower import LowerTiers
 from mlkv.store.policy import LRU
 from mlkv.store.pool import HostPool, create_pool_file, pool_pages
 from mlkv.store.rendezvous import SocketLock, is_listening, private_folder
 from mlkv.store.service import StoreService
-from mlkv.store.spawn import CONFIG_ERROR, READY, OwnerSettings
+from mlkv.store.settings import OwnerSettings
+from mlkv.store.spawn import CONFIG_ERROR, READY
+from mlkv.store.tiers.open import open_tiers
 from mlkv.store.transport import FramedSocket, PeerGone, peer_credentials
 
 _MAX_CLIENTS = 256
@@ -35,8 +38,17 @@ _MAX_CLIENTS = 256
 _FIRST_CLIENT_S = 30.0
 """An owner whose starter died before it connected stays this long."""
 
+_ORPHAN_S = 1.0
+"""The same if it is known that the starter is dead: others of its job may be about to connect."""
+
 _HELLO_S = 10.0
 """A connection that has not said Hello by then is closed."""
+
+_DRAIN_S = 10.0
+"""At its end it still writes to the lower tiers what waits for them, for at most this long."""
+
+_CLOSE_S = 2.0
+"""Calls of lower tiers that have not returned by then are left behind."""
 
 _RETRY_S = 0.02
 _STOP_LOCK_S = 1.0
@@ -58,6 +70,7 @@ class _Client:
     group: bytes | None = None
     rank: int = 0
     left: bool = False
+    closed: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})" if self.group is not None else f"pid {self.pid}"
@@ -72,24 +85,32 @@ class Owner:
     """
 
     def __init__(
-        self, settings: OwnerSettings, service: StoreService, listener: socket.socket, pool_fd: int
+        self,
+        settings: OwnerSettings,
+        service: StoreService,
+        lower: LowerTiers | None,
+        listener: socket.socket,
+        pool_fd: int,
     ) -> None:
         self._settings = settings
         self._service = service
+        self._lower = lower
         self._listener = listener
         self._pool_fd = pool_fd
         self._num_pages = pool_pages(settings.host_bytes, settings.page_bytes)
         self._clients: dict[int, _Client] = {}
         self._last_client_id = 0
+        self._late: list[tuple[_Client, int, wire.Reply]] = []  # answers that waited for lower tiers
         self._stopping = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        for tier_fd in service.tier_fds():
-            self._selector.register(tier_fd, selectors.EVENT_READ, lambda _mask: service.poll_tiers())
+        for tier_fd in lower.fds if lower is not None else ():
+            # All tiers are polled once for each turn of the loop, and at their deadlines too.
+            self._selector.register(tier_fd, selectors.EVENT_READ, lambda _mask: None)
         self._leave_at = time.monotonic() + max(_FIRST_CLIENT_S, settings.linger_s)
 
-    def serve(self) -> None:
-        """Until the last client is gone (unless kept), or SIGTERM."""
+    def serve(self) -> bool:
+        """Until the last client is gone (unless kept), or SIGTERM. False if a thread still hangs in a tier."""
         wake_read, wake_write = socket.socketpair()
         wake_read.setblocking(False)
         wake_write.setblocking(False)
@@ -99,15 +120,32 @@ class Owner:
         # The terminal sends Ctrl-C to everybody; the owner ends when its clients have.
         signal.signal(signal.SIGINT, self._stop if self._settings.keep else signal.SIG_IGN)
         while not self._stopping and not self._left():
-            for key, mask in self._selector.select(self._timeout_s()):
-                key.data(mask)
-            self._close_silent()
+            self._turn(self._timeout_s())
         if self._stopping:
             self._remove_files()
-        self._service.close()
+        self._listener.close()
         for client in list(self._clients.values()):
             client.channel.close()
-        self._listener.close()
+        return self._lower is None or self._end_tiers(self._lower)
+
+    def _turn(self, timeout_s: float | None) -> None:
+        for key, mask in self._selector.select(timeout_s):
+            key.data(mask)
+        if self._lower is not None:
+            self._lower.poll()
+        self._send_late()
+        self._close_silent()
+
+    def _end_tiers(self, lower: LowerTiers) -> bool:
+        """Write what is still to be written, in bounded time, and leave the tiers."""
+        give_up_at = time.monotonic() + _DRAIN_S
+        with selectors.DefaultSelector() as selector:
+            for fd in lower.fds:
+                selector.register(fd, selectors.EVENT_READ)
+            while lower.is_busy and time.monotonic() < give_up_at:
+                selector.select(_RETRY_S)
+                lower.poll()
+        return lower.close(_CLOSE_S)
 
     # Clients
 
@@ -141,6 +179,9 @@ class Owner:
         except (PeerGone, wire.WireError) as error:
             self._disconnect(client, str(error))
             return
+        self._watch(client)
+
+    def _watch(self, client: _Client) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.channel.has_unsent else 0)
         key = self._selector.get_key(client.channel)
         if key.events != events:
@@ -157,6 +198,11 @@ class Owner:
             elif isinstance(request, wire.Bye):
                 self._leave(client)
                 reply = wire.Done()
+            elif isinstance(request, wire.Match) and request.wait_s > 0:
+                self._service.match_later(
+                    client.group, client.id, request, lambda matched: self._late.append((client, ticket, matched))
+                )
+                return
             else:
                 reply = self._service.handle(client.group, request)
         except wire.WireError:
@@ -175,6 +221,18 @@ class Owner:
         client.channel.send(wire.encode_frame(ticket, reply), pass_fd)
         if client.group is None:
             raise PeerGone("it was not admitted")
+
+    def _send_late(self) -> None:
+        late, self._late = self._late, []
+        for client, ticket, reply in late:
+            if client.closed or client.left:
+                continue  # what it was granted goes with its group
+            try:
+                client.channel.send(wire.encode_frame(ticket, reply))
+            except PeerGone as error:
+                self._disconnect(client, str(error))
+            else:
+                self._watch(client)
 
     def _admit(self, client: _Client, request: wire.Request) -> wire.Reply:
         if not isinstance(request, wire.Hello):
@@ -199,6 +257,9 @@ class Owner:
         """Close a connection. What its process may still touch is kept until the process is gone."""
         self._selector.unregister(client.channel)
         client.channel.close()
+        client.closed = True
+        if client.group is not None:
+            self._service.stop_waiting(client.group, client.id)
         if client.group is None or client.left:
             self._remove(client)
             return
@@ -239,6 +300,8 @@ class Owner:
         due = [client.hello_by for client in self._clients.values() if client.group is None]
         if not self._clients and not self._settings.keep:
             due.append(max(self._leave_at, now + _RETRY_S))
+        if self._lower is not None and self._lower.due_at is not None:
+            due.append(self._lower.due_at)
         return max(0.0, min(due) - now) if due else None
 
     def _left(self) -> bool:
@@ -288,9 +351,10 @@ def _process_handle(sock: socket.socket, pid: int) -> tuple[int, str]:
 
 
 def start(settings: OwnerSettings) -> Owner:
-    """Make pool, index and socket. The caller holds the lock of the socket.
+    """Make pool, index, tiers and socket. The caller holds the lock of the socket.
 
-    Raises ConfigError for a pool or socket path that cannot be, StoreError if another owner listens there.
+    Raises ConfigError for a pool, a tier or a socket path that cannot be, StoreError if another owner listens
+    there, TierUnavailable if the disk cannot be used.
     """
     if is_listening(settings.socket_path):
         raise StoreError(f"another owner serves {settings.socket_path} already")
@@ -298,7 +362,11 @@ def start(settings: OwnerSettings) -> Owner:
     num_pages = pool_pages(settings.host_bytes, settings.page_bytes)
     pool_fd = create_pool_file(num_pages, settings.page_bytes)
     pool = HostPool(pool_fd, num_pages, settings.page_bytes)
-    service = StoreService(Index(num_pages, LRU(num_pages)), pool)
+    # Pages of earlier owners lie in the tiers. No owner writes a page each nanosecond, so none of those has a
+    # generation that this one will give.
+    index = Index(num_pages, LRU(num_pages), first_generation=time.time_ns())
+    runners = open_tiers(settings, pool)
+    lower = LowerTiers(index, pool, runners, settings.admission) if runners else None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     umask = os.umask(0o177)
     try:
@@ -307,33 +375,62 @@ def start(settings: OwnerSettings) -> Owner:
         os.umask(umask)
     listener.listen(_MAX_CLIENTS)
     listener.setblocking(False)
-    _log.info("serves %d pages of %d bytes at %s", num_pages, settings.page_bytes, settings.socket_path)
-    return Owner(settings, service, listener, pool_fd)
+    below = "".join(f", {runner.name} below" for runner in runners)
+    _log.info("serves %d pages of %d bytes at %s%s", num_pages, settings.page_bytes, settings.socket_path, below)
+    return Owner(settings, StoreService(index, lower), lower, listener, pool_fd)
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[OwnerSettings, int | None, int | None]:
+@dataclass(frozen=True)
+class _Arguments:
+    settings: OwnerSettings
+    lock_fd: int | None
+    ready_fd: int | None
+
+
+def _parse(argv: Sequence[str] | None) -> _Arguments:
     parser = argparse.ArgumentParser(prog="python -m mlkv.store.owner", description="The store of one host.")
-    parser.add_argument("--socket", type=Path, required=True, help="path of its Unix socket")
-    parser.add_argument("--host-bytes", type=int, required=True, help="size of the host pool")
-    parser.add_argument("--page-bytes", type=int, required=True, help="size of one page, a multiple of 4096")
+    parser.add_argument("--socket", type=Path, help="path of its Unix socket")
+    parser.add_argument("--host-bytes", type=int, help="size of the host pool")
+    parser.add_argument("--page-bytes", type=int, help="size of one page, a multiple of 4096")
     parser.add_argument("--linger-s", type=float, default=0.0, help="how long it outlives its last client")
     parser.add_argument("--keep", action="store_true", help="stay until SIGTERM or Ctrl-C")
     parser.add_argument("--log-file", type=Path, help="default: standard error")
+    parser.add_argument("--settings-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--lock-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.settings_fd is not None:
+        return _Arguments(OwnerSettings.from_fd(args.settings_fd), args.lock_fd, args.ready_fd)
+    missing = [name for name in ("socket", "host_bytes", "page_bytes") if getattr(args, name) is None]
+    if missing:
+        parser.error(f"these must be given: {', '.join('--' + name.replace('_', '-') for name in missing)}")
     settings = OwnerSettings(
-        args.socket.absolute(), args.host_bytes, args.page_bytes, args.linger_s, args.keep, args.log_file
+        socket_path=args.socket.absolute(),
+        host_bytes=args.host_bytes,
+        page_bytes=args.page_bytes,
+        linger_s=args.linger_s,
+        keep=args.keep,
+        log_file=args.log_file,
     )
-    return settings, args.lock_fd, args.ready_fd
+    return _Arguments(settings, args.lock_fd, args.ready_fd)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. With --lock-fd and --ready-fd (from spawn.py) it detaches, and reports through the pipe."""
-    settings, lock_fd, ready_fd = _parse(argv)
-    if lock_fd is not None and os.fork():
+    arguments = _parse(argv)
+    if arguments.lock_fd is not None and os.fork():
         # The engine gets no child of ours: it could be waiting for any of its children, and would owe us a wait.
         os._exit(0)
+    return run(arguments.settings, arguments.lock_fd, arguments.ready_fd)
+
+
+def run(settings: OwnerSettings, lock_fd: int | None = None, ready_fd: int | None = None) -> int:
+    """Be the owner, until it ends. Returns the exit status of the process.
+
+    Args:
+        lock_fd: of the lock of the socket, if the starter holds it.
+        ready_fd: to tell the starter that it listens, or why it cannot; default: standard error says why.
+    """
     try:
         logging.basicConfig(
             level=logging.INFO if settings.keep or settings.log_file else logging.WARNING,
@@ -355,10 +452,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.write(ready_fd, kind + str(error).encode())
         return 2 if isinstance(error, ConfigError) else 1
     if ready_fd is not None:
-        os.write(ready_fd, READY)
+        try:
+            os.write(ready_fd, READY)
+        except BrokenPipeError:
+            owner.starter_is_gone()
         os.close(ready_fd)
-    owner.serve()
+    have_returned = owner.serve()
     _log.info("ends")
+    if not have_returned:
+        # A client library may have threads that Python would wait for; what hangs in them hangs for ever.
+        logging.shutdown()
+        os._exit(0)
     return 0
 
 

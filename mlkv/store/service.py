@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import ParamSpec, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mlkv.errors import StoreError
 from mlkv.store import wire
-from mlkv.store.grants import Evicted
+from mlkv.store.grants import Lease
 from mlkv.store.index import KEY_BYTES, Index, IndexBroken
-from mlkv.store.pool import HostPool
-from mlkv.store.tier import Tier, TierJob
+from mlkv.store.lower import LowerTiers
 
 MAX_HOLDS = 65536
 """Leases, and reservations, that a group may have at once: far beyond what an engine has in flight, so that one
 which never gives them back is told before the owner runs out of memory."""
-
-_log = logging.getLogger("mlkv.store")
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_NOTHING: NDArray[np.uint64] = np.empty(0, np.uint64)
 
 
 @dataclass
@@ -43,8 +34,6 @@ class _Totals:
     pages_evicted: int = 0
     pages_written: int = 0
     pages_bad: int = 0
-    pages_promoted: int = 0
-    tier_failures: int = 0
 
 
 class StoreService:
@@ -53,14 +42,15 @@ class StoreService:
     Leases and reservations belong to a group. While any member of it may still touch pages they stay, because
     a page that one rank asked for is being copied by all of them; when the last member is gone they are given
     back.
+
+    Args:
+        lower: the tiers below the host pool, if there are any.
     """
 
-    def __init__(self, index: Index, pool: HostPool, tiers: Sequence[Tier] = ()) -> None:
+    def __init__(self, index: Index, lower: LowerTiers | None = None) -> None:
         self._index = index
-        self._pool = pool
-        self._tiers = list(tiers)
+        self._lower = lower
         self._groups: dict[bytes, _Group] = {}
-        self._promotions: dict[int, TierJob] = {}  # by reservation: what tiers are filling
         self._totals = _Totals()
 
     @property
@@ -76,6 +66,7 @@ class StoreService:
         """A client can touch no page any more: it said so, or its process is gone."""
         group = self._groups[group_name]
         group.members.discard(member)
+        self.stop_waiting(group_name, member)
         if group.members:
             return
         del self._groups[group_name]
@@ -83,12 +74,30 @@ class StoreService:
             self._index.cancel(reservation)
         self._index.release(list(group.leases))
 
+    def match_later(
+        self, group_name: bytes, member: int, request: wire.Match, answer: Callable[[wire.Matched], None]
+    ) -> None:
+        """Answer a Match now, or when lower tiers have had `wait_s` to add to it.
+
+        Raises StoreError, with nothing changed, to refuse it.
+        """
+        group = self._groups[group_name]
+        self._match(group, (group_name, member), request, request.wait_s, answer)
+
+    def stop_waiting(self, group_name: bytes, member: int) -> None:
+        """A member does not want the answers to its matches any more."""
+        if self._lower is not None:
+            self._lower.forget_lookups((group_name, member))
+
     def handle(self, group_name: bytes, request: wire.Request) -> wire.Reply:
-        """Answer one request of a member of a group. Raises StoreError, with nothing changed, to refuse it."""
+        """Answer one request of a member of a group, at once.
+
+        Raises StoreError, with nothing changed, to refuse it.
+        """
         group = self._groups[group_name]
         match request:
             case wire.Match():
-                return self._match(group, request)
+                return self._match_now(group, request)
             case wire.Reserve():
                 return self._reserve(group, request)
             case wire.Commit():
@@ -117,29 +126,49 @@ class StoreService:
 
     # Requests
 
-    def _match(self, group: _Group, request: wire.Match) -> wire.Matched:
+    def _match_now(self, group: _Group, request: wire.Match) -> wire.Matched:
+        answers: list[wire.Matched] = []
+        self._match(group, None, request, 0.0, answers.append)
+        return answers[0]
+
+    def _match(
+        self,
+        group: _Group,
+        asker: object,
+        request: wire.Match,
+        wait_s: float,
+        answer: Callable[[wire.Matched], None],
+    ) -> None:
         _check_holds(len(group.leases), "leases")
-        lease = self._index.match(request.keys, request.limit)
+
+        def answered(lease: Lease) -> None:
+            answer(self._grant(group, request, lease))
+
+        if self._lower is None:
+            answered(self._index.match(request.keys, request.limit))
+        else:
+            self._lower.match(asker, request.keys, request.limit, wait_s, answered)
+
+    def _grant(self, group: _Group, request: wire.Match, lease: Lease) -> wire.Matched:
         if lease.id:
             group.leases.add(lease.id)
-        num_keys = min(len(request.keys) // KEY_BYTES, request.limit)
-        num_present = len(lease.pages) + lease.num_coming
-        self._totals.pages_asked += num_keys
+        self._totals.pages_asked += min(len(request.keys) // KEY_BYTES, request.limit)
         self._totals.pages_hit += len(lease.pages)
-        num_promoted = self._promote(request.keys[: num_keys * KEY_BYTES], num_present)
         return wire.Matched(
             lease.id,
             wire.page_bytes_of(lease.pages),
             wire.generation_bytes_of(lease.generations),
-            lease.num_coming + num_promoted,
+            lease.num_coming,
         )
 
     def _reserve(self, group: _Group, request: wire.Reserve) -> wire.Reserved:
         _check_holds(len(group.reservations), "reservations")
         reservation = self._index.reserve(request.keys, request.start)
-        self._demote(reservation.evicted)
+        self._totals.pages_evicted += len(reservation.evicted)
         if reservation.id:
             group.reservations.add(reservation.id)
+            if self._lower is not None:
+                self._lower.on_reserved(reservation)
         return wire.Reserved(
             reservation.id,
             reservation.first,
@@ -157,6 +186,8 @@ class StoreService:
         committed = self._index.commit(request.reservation, request.num_good)
         group.reservations.discard(request.reservation)
         self._totals.pages_written += committed.num_good
+        if self._lower is not None and committed.num_good:
+            self._lower.on_committed(committed.pages)
         return wire.Published(committed.num_good, committed.num_readable)
 
     def _release(self, group: _Group, request: wire.Release) -> None:
@@ -176,89 +207,25 @@ class StoreService:
         generations = np.frombuffer(request.generations, "<u8").tolist()
         removed = self._index.quarantine(pages, generations)
         self._totals.pages_bad += len(removed.bad_keys)
-        if removed.bad_keys:
-            for tier in self._tiers:
-                self._ask(None, tier.delete, removed.bad_keys)
+        if removed.bad_keys and self._lower is not None:
+            self._lower.delete(removed.bad_keys)
 
     def _clear(self) -> None:
         self._index.clear()
-        for tier in self._tiers:
-            self._ask(None, tier.clear)
+        if self._lower is not None:
+            self._lower.clear()
 
     def _report(self, audit: bool) -> wire.Report:
+        totals = asdict(self._totals)
+        if self._lower is not None:
+            totals["pages_evicted"] += self._lower.pages_evicted
         return wire.Report(
             **asdict(self._index.counts()),
             clients=self.num_members,
-            **asdict(self._totals),
+            **totals,
             problem=self.check() if audit else "",
+            tiers=[] if self._lower is None else self._lower.reports(),
         )
-
-    # Lower tiers
-
-    def tier_fds(self) -> list[int]:
-        """Descriptors that are readable while `poll_tiers` has something to do."""
-        fds = [self._ask(-1, tier.fileno) for tier in self._tiers]
-        return [fd for fd in fds if fd >= 0]
-
-    def poll_tiers(self) -> None:
-        """Publish what lower tiers have brought back. Called when one of them is readable."""
-        for tier in self._tiers:
-            for job_id, num_good in self._ask([], tier.poll):
-                job = self._promotions.pop(job_id, None)
-                if job is None or not 0 <= num_good <= len(job.pages):
-                    self._totals.tier_failures += 1
-                    _log.error("%s says it read %d pages for job %d", type(tier).__name__, num_good, job_id)
-                    num_good = 0
-                if job is not None:
-                    self._totals.pages_promoted += self._index.commit(job_id, num_good).num_good
-
-    def close(self) -> None:
-        """Stop all tiers; after this nothing in this process touches the pool."""
-        for tier in self._tiers:
-            self._ask(None, tier.close)
-
-    def _promote(self, keys: bytes, start: int) -> int:
-        """Have the first tier that knows how the chain goes on bring pages back. Returns how many will come."""
-        if not self._tiers or start * KEY_BYTES >= len(keys):
-            return 0
-        wanted = [keys[at : at + KEY_BYTES] for at in range(start * KEY_BYTES, len(keys), KEY_BYTES)]
-        for tier in self._tiers:
-            found = self._ask(_NOTHING, tier.find, wanted)
-            if not len(found):
-                continue
-            end = start + len(found)
-            reservation = self._index.reserve(keys[: end * KEY_BYTES], start, found)
-            self._demote(reservation.evicted)
-            if not reservation.id:
-                return 0  # no room; the next tier would find none either
-            pages = [self._pool.page(page) for page in reservation.pages.tolist()]
-            job = TierJob(reservation.id, wanted[: len(pages)], pages)
-            if self._ask(False, tier.read, job):
-                self._promotions[reservation.id] = job
-                return len(pages)
-            self._index.cancel(reservation.id)
-        return 0
-
-    def _demote(self, evicted: Sequence[Evicted]) -> None:
-        """Offer evicted pages to the tiers, from the upper ones down, before anybody may overwrite them."""
-        self._totals.pages_evicted += len(evicted)
-        left = list(evicted)
-        for tier in self._tiers:
-            if not left:
-                return
-            keys = [page.key for page in left]
-            generations = [page.generation for page in left]
-            views = [self._pool.page(page.page).toreadonly() for page in left]
-            left = left[self._ask(0, tier.write, keys, generations, views) :]
-
-    def _ask(self, otherwise: _T, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return call(*args, **kwargs)
-        except Exception:
-            # A tier is somebody else's code over devices and networks that fail; for engines that is a miss.
-            self._totals.tier_failures += 1
-            _log.exception("a lower tier failed")
-            return otherwise
 
 
 def _check_holds(number: int, what: str) -> None:

@@ -9,11 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from mlkv.errors import ConfigError, DeadlineExceeded, StoreError
 from mlkv.store.rendezvous import SocketLock
+from mlkv.store.settings import OwnerSettings
 
 READY = b"ready"
 CONFIG_ERROR = b"config:"
@@ -24,41 +23,6 @@ _MAX_ANSWER_BYTES = 65536
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-@dataclass(frozen=True)
-class OwnerSettings:
-    """How an owner is started.
-
-    Attributes:
-        socket_path: absolute path of its Unix socket, in a folder that only this user can enter.
-        host_bytes: size of the pool; whole pages of it are used.
-        page_bytes: size of a page, a multiple of 4096.
-        linger_s: how long it stays after its last client is gone.
-        keep: stay until SIGTERM, whatever the clients do.
-        log_file: where it logs; None: its standard error.
-    """
-
-    socket_path: Path
-    host_bytes: int
-    page_bytes: int
-    linger_s: float = 0.0
-    keep: bool = False
-    log_file: Path | None = None
-
-    def to_argv(self) -> list[str]:
-        """The arguments of `python -m mlkv.store.owner` that mean these settings."""
-        argv = [
-            f"--socket={self.socket_path}",
-            f"--host-bytes={self.host_bytes}",
-            f"--page-bytes={self.page_bytes}",
-        ]
-        argv.append(f"--linger-s={self.linger_s}")
-        if self.keep:
-            argv.append("--keep")
-        if self.log_file is not None:
-            argv.append(f"--log-file={self.log_file.absolute()}")
-        return argv
-
-
 def spawn_owner(settings: OwnerSettings, lock: SocketLock, deadline_s: float) -> None:
     """Start an owner and wait until it listens. The caller holds `lock`; the owner shares it until it listens.
 
@@ -67,16 +31,17 @@ def spawn_owner(settings: OwnerSettings, lock: SocketLock, deadline_s: float) ->
     """
     if not sys.executable:
         raise ConfigError("this Python does not know its own executable; start the store by hand with --keep")
+    settings_fd = settings.to_fd()
     ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
-    fds = [f"--lock-fd={lock.fileno()}", f"--ready-fd={ready_write}"]
+    fds = [f"--settings-fd={settings_fd}", f"--lock-fd={lock.fileno()}", f"--ready-fd={ready_write}"]
     try:
         try:
             # The child detaches (see owner.main), so what is waited for here ends at once and leaves no zombie.
             process = subprocess.Popen(
-                [sys.executable, "-m", "mlkv.store.owner", *settings.to_argv(), *fds],
+                [sys.executable, "-m", "mlkv.store.owner", *fds],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(lock.fileno(), ready_write),
+                pass_fds=(settings_fd, lock.fileno(), ready_write),
                 start_new_session=True,
                 cwd="/",
                 env=_owner_environment(),
@@ -84,6 +49,7 @@ def spawn_owner(settings: OwnerSettings, lock: SocketLock, deadline_s: float) ->
         except OSError as error:
             raise StoreError(f"cannot start the owner of the store: {error.strerror}") from error
         finally:
+            os.close(settings_fd)
             os.close(ready_write)
         answer = _read_answer(ready_read, process, deadline_s)
     finally:

@@ -1,8 +1,9 @@
 """What clients and the owner say to each other.
 
 A frame is a header (u32 length of the body, u64 ticket, little endian) and a body: one msgpack map with its type
-in the field "type". The owner answers every request with one reply under the same ticket, in order. Arrays
-travel as bytes objects: keys 16 bytes each, page ids int32, generations uint64, both little endian.
+in the field "type". The owner answers every request with one reply under the same ticket: in order, except that
+others overtake a Match that waits for lower tiers. Arrays travel as bytes objects: keys 16 bytes each, page ids
+int32, generations uint64, both little endian.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from mlkv.errors import StoreError
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Raised when a frame, a request or a reply changes its meaning. Both ends must have the same."""
 
 MAX_BODY_BYTES: Final = 16 << 20
@@ -52,6 +53,9 @@ class Match(_Message, frozen=True):
 
     keys: bytes
     limit: int
+    wait_s: float = 0.0
+    """How long the answer may wait for lower tiers to make the prefix longer. With 0.0 it comes at once, and what
+    the tiers bring is for a later Match."""
 
 
 class Reserve(_Message, frozen=True):
@@ -170,6 +174,52 @@ class Done(_Message, frozen=True):
     """Nothing more to say."""
 
 
+class TierReport(msgspec.Struct, frozen=True):
+    """One lower tier: what has come of it since the start, and how it is now. Totals only grow."""
+
+    name: str
+    breaker: str
+    """closed (it works), open (it is left alone for a while), half-open (it is tried)."""
+    connected: bool
+    pages_hit: int
+    """Pages of answered matches that this tier had brought, each counted when it was first matched."""
+    pages_promoted: int
+    """Pages that it brought into the host pool."""
+    pages_bad: int
+    """Pages that it brought, but which were not what their key names."""
+    hits: int
+    """Pages that it read."""
+    misses: int
+    """Pages that it was asked for and did not have."""
+    bytes_read: int
+    bytes_written: int
+    pages_refused: int
+    """By the tier itself: it had no room, or could not keep them."""
+    dropped_writes: int
+    """Pages that it was not given, because too many waited for it or it was out of order."""
+    openings: int
+    """Times that the breaker opened."""
+    failures: dict[str, int]
+    """Failed calls by cause: "timeout", or the name of an error."""
+    calls: dict[str, int]
+    """Calls that returned, by kind (connect, contains, read, write, delete, clear)."""
+    seconds: dict[str, float]
+    """Time spent in them, by kind."""
+    queued_loads: int
+    queued_pages: int
+    """Pages that wait to be written."""
+    running: int
+    hung: int
+    """Calls that were given up on and have not returned; they keep their pages."""
+    erasures: int
+    """Deletions that have not reached it yet; until then what they name counts as absent."""
+    num_pages: int
+    """Of its own account, as the next three; -1 where it cannot tell."""
+    used_bytes: int
+    limit_bytes: int
+    pages_evicted: int
+
+
 class Report(_Message, frozen=True):
     """Pages by state (free + reserved + ready + quarantined == num_pages), holders, and totals since the start.
 
@@ -190,10 +240,9 @@ class Report(_Message, frozen=True):
     pages_evicted: int
     pages_written: int
     pages_bad: int
-    pages_promoted: int
-    """Pages that came back from a lower tier."""
-    tier_failures: int
     problem: str
+    tiers: list[TierReport] = []
+    """The lower tiers, the nearest one first."""
 
 
 class Failed(_Message, frozen=True):

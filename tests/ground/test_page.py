@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlkv.layout import HEADER_IDENTITY_BYTES, KVLayout
+from mlkv.layout import KVLayout
 from mlkv.page import (
+    HEADER_IDENTITY_BYTES,
     PageIdentity,
     binding,
     checksum_table,

@@ -33,6 +33,10 @@ class Breaker:
         self._due_at = 0.0
         self._trial_runs = False
 
+    def start_trying(self) -> None:
+        """Begin half-open: nothing is known about the server yet. Before the first call."""
+        self._become("half-open")
+
     @property
     def state(self) -> BreakerState:
         return self._state
