@@ -98,7 +98,9 @@ def report(result: dict[str, Any]) -> str:
         lines.append("fio is not installed: the raw reference is plain O_DIRECT calls on threads")
     if not all(row["is_direct"] for row in result["rows"]):
         lines.append("the tier could not use O_DIRECT here: its pages went through the page cache")
-    lines.append(f"restart with {result['recovered_pages']} pages: {result['recovery_s']:.3f} s")
+    lines.append(
+        f"restart with {result['recovered_pages']} pages: {result['recovery_s']:.3f} s, the best of three"
+    )
     return "\n".join(lines)
 
 
@@ -239,4 +241,4 @@ def _recovery_s(directory: Path) -> float:
         tier.close()
         if found != _RECOVERED_PAGES:
             raise MLKVError(f"a restart found {found} of {_RECOVERED_PAGES} pages")
-    return statistics.median(times_s)
+    return min(times_s)  # it is work of one core, to which other work on the machine only adds

@@ -171,7 +171,7 @@ def check_slots(tier: DiskTier) -> None:
         children[index._parent[slot]] = children.get(index._parent[slot], 0) + 1
     assert index._children == children
     assert index.recency.num_candidates == sum(index._key[slot] not in children for slot in present)
-    rows = {row.slot: row.key for row in volume.catalog.rows()}
+    rows = {slot: key for slot, key, *_ in volume.catalog.rows()}
     assert {slot: index._key[slot] for slot in present} == {
         slot: key for slot, key in rows.items() if slot not in index._condemned
     }

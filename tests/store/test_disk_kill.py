@@ -128,7 +128,7 @@ def is_killed(pid: int) -> bool:
 def writes_in(tier: DiskTier) -> set[tuple[bytes, int]]:
     """Keys and generations that are there, and would be there again after a restart."""
     volume: Any = tier._opened
-    found = {(row.key, row.generation) for row in volume.catalog.rows()}
+    found = {(key, generation) for _, key, _, generation, _ in volume.catalog.rows()}
     assert {key for key, _ in found} == set(tier.scan(b"", 1000))
     return found
 

@@ -68,23 +68,38 @@ class DiskIndex:
 
     # Start
 
-    def load(self, rows: Iterable[Row], num_slots: int) -> None:
-        """Take over what the catalog says, rows used longest ago first; damaged rows condemn their slots."""
-        self.num_slots = num_slots
-        named: list[int] = []
-        for row in rows:
-            if not 0 <= row.slot < num_slots:
-                continue  # points past the slab's end, where no page can be
-            named.append(row.slot)
-            if len(row.key) != 16 or len(row.parent) != 16 or row.key in self._slot_of:
-                self._condemned.add(row.slot)
+    def load(
+        self, rows: Iterable[tuple[int, bytes, bytes, int, int]], condemned: Iterable[int], num_slots: int
+    ) -> None:
+        """Take over what the catalog says of a slab of `num_slots`.
+
+        Args:
+            rows: the fields of a `Row` each.
+            condemned: slots with rows that must be deleted.
+        """
+        is_used = bytearray(num_slots)
+        # Attributes are looked up once: a million pages pass here while an engine waits for its store.
+        slot_of, children, restore = self._slot_of, self._children, self.recency.restore
+        key_in, parent_in, generation_in = self._key, self._parent, self._generation
+        self._condemned.update(condemned)
+        for slot, key, parent, generation, used in rows:
+            if key in slot_of:
+                self._condemned.add(slot)
                 continue
-            self._place(row.slot, row.key, row.parent, row.generation)
-            self._children[row.parent] = self._children.get(row.parent, 0) + 1
-            self.recency.restore(row.slot, row.used)
-        for slot in self._slot_of.values():
-            self._refresh(slot)
-        self._free = sorted(set(range(num_slots)).difference(named))
+            slot_of[key] = slot
+            key_in[slot] = key
+            parent_in[slot] = parent
+            generation_in[slot] = generation
+            children[parent] = children.get(parent, 0) + 1
+            restore(slot, used)
+            is_used[slot] = True
+        for key, slot in slot_of.items():
+            if key not in children:
+                self.recency.expose(slot)
+        for slot in self._condemned:
+            is_used[slot] = True
+        self._free = [slot for slot, used in enumerate(is_used) if not used]
+        self.num_slots = num_slots
 
     def grow(self, num_slots: int) -> None:
         """The slab has more slots now."""

@@ -36,7 +36,8 @@ class Recency:
     def restore(self, slot: int, use: int) -> None:
         """Take over what is saved already. Slots may come in any order."""
         self._use[slot] = use
-        self.latest = max(self.latest, use)
+        if use > self.latest:
+            self.latest = use
 
     def use(self, slot: int, use: int) -> None:
         """`slot` was used, or something whose use was also its own."""
