@@ -33,15 +33,12 @@ _ROW_BYTES = 128
 # The log up to its bound, one large transaction on top, the notes, and the database's first pages.
 _FIXED_BYTES = 4 << 20
 
-_SCHEMA = f"""
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {FORMAT_VERSION};
-CREATE TABLE pages (
-    slot INTEGER PRIMARY KEY, key BLOB NOT NULL, parent BLOB NOT NULL, generation INTEGER NOT NULL,
-    used INTEGER NOT NULL
-);
-CREATE TABLE notes (name TEXT PRIMARY KEY, value BLOB NOT NULL);
-"""
+_TABLES = (
+    "CREATE TABLE notes (name TEXT PRIMARY KEY, value BLOB NOT NULL)",
+    "CREATE TABLE pages (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, parent BLOB NOT NULL, "
+    "generation INTEGER NOT NULL, used INTEGER NOT NULL)",
+)
+"""By name. SQLite keeps the very text, so that it can be compared."""
 
 _MAKES_SENSE = (
     "typeof(key) = 'blob' AND length(key) = 16 AND typeof(parent) = 'blob' AND length(parent) = 16 "
@@ -92,13 +89,11 @@ class Catalog:
         self._inode = os.stat(path).st_ino
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
         try:
-            with self._damage_noted():
-                self._prepare()
-        except sqlite3.OperationalError:
-            self._database.close()
-            raise
+            self._prepare()
         except (sqlite3.DatabaseError, CatalogDamaged) as error:
             self._database.close()
+            if isinstance(error, sqlite3.OperationalError) and not _is_damage_at_start(error):
+                raise
             raise CatalogDamaged(f"{path}: {error}") from error
 
     def _prepare(self) -> None:
@@ -108,7 +103,11 @@ class Catalog:
         if execute("PRAGMA schema_version").fetchone() == (0,):
             execute(f"PRAGMA page_size = {_SQLITE_PAGE_BYTES}")
             execute("PRAGMA journal_mode = WAL")
-            self._database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+            with self._transaction():
+                execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+                for table in _TABLES:
+                    execute(table)
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
         execute(f"PRAGMA wal_autocheckpoint = {_MAX_LOG_BYTES // _SQLITE_PAGE_BYTES}")
@@ -116,6 +115,9 @@ class Catalog:
         found = (execute("PRAGMA application_id").fetchone()[0], execute("PRAGMA user_version").fetchone()[0])
         if found != (_APPLICATION_ID, FORMAT_VERSION):
             raise CatalogDamaged(f"application {found[0]:#x} version {found[1]}, not a catalog of this version")
+        tables = execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name").fetchall()
+        if tuple(sql for (sql,) in tables) != _TABLES:
+            raise CatalogDamaged("its tables are not those of a catalog")
 
     def is_in_place(self) -> bool:
         """Whether the open file is still the one that has the name."""
@@ -228,3 +230,12 @@ class Catalog:
         except sqlite3.DatabaseError:
             self.is_damaged = True
             raise
+
+
+def _is_damage_at_start(error: sqlite3.OperationalError) -> bool:
+    """Whether an error that may mean a lock, a full disk or a device that failed means the file's header.
+
+    Python 3.10 gives no codes, so this looks at the words. The file was opened for writing just before: if SQLite
+    will not write it, its header says that only a newer SQLite may.
+    """
+    return any(words in str(error) for words in ("unsupported file format", "readonly database"))
