@@ -36,7 +36,7 @@ GROUP = b"g"
 
 def make_page(text: str, generation: int) -> bytes:
     """The page of the last letter of `text`, as its writer makes it."""
-    page = np.full(PAGE_BYTES, ord(text[-1]), np.uint8)
+    page = np.full(PAGE_BYTES, ord(text[-1]) % 251, np.uint8)
     parent = key(text[:-1]) if len(text) > 1 else NAMESPACE
     write_identity(page, LAYOUT, PageIdentity(key(text), parent, NAMESPACE, generation))
     for head in range(LAYOUT.num_kv_heads):
