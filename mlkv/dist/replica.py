@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
 import secrets
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mlkv.dist.groups import gloo_group_like
 from mlkv.dist.rendezvous import warn_of_stale_addresses
 from mlkv.errors import ConfigError
 
@@ -114,7 +116,7 @@ class Replica:
         """
         ranks = dist.get_process_group_ranks(group)
         warn_of_stale_addresses()
-        own = dist.new_group(ranks, backend="gloo", timeout=_timeout(deadline_s), use_local_synchronization=True)
+        own = gloo_group_like(group, _timeout(deadline_s))
         rank = ranks.index(dist.get_rank())
         return cls(own, global_ranks=ranks, rank=rank, deadline_s=deadline_s, place=place)
 
@@ -127,6 +129,12 @@ class Replica:
         if dim not in names:
             raise ConfigError(f"the device mesh has dimensions {names}, not {dim!r}")
         return cls.from_group(mesh.get_group(dim), deadline_s=deadline_s)
+
+    def within(self, deadline_s: float) -> Replica:
+        """The same replica, for waits of at most `deadline_s` seconds, or its own deadline if that is shorter."""
+        bounded = copy.copy(self)
+        bounded.deadline_s = min(self.deadline_s, deadline_s)
+        return bounded
 
     @property
     def is_master(self) -> bool:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -32,17 +33,19 @@ from mlkv.engine.processes import die_with_parent
 from mlkv.engine.request import Finished, SamplingParams
 from mlkv.engine.source import silence_transformers
 from mlkv.engine.tokenizer import Tokenizer
+from mlkv.engine.watch import RankGone, Watch
 from mlkv.engine.workload import Feed
-from mlkv.errors import ConfigError, DeadlineExceeded
+from mlkv.errors import ConfigError, DeadlineExceeded, RankLost
 
 COLLECTIVE_DEADLINE_S = 120.0
-"""No rank waits longer than this for another one in a collective of the model."""
+"""No rank waits longer than this, or twice the plan's deadline, for another in a collective of the model. Ranks
+that load weights or compile kernels come later than any does in a step of the cache."""
 
 DRAIN_DEADLINE_S = 60.0
 """For transfers that are still in flight when the last request is answered."""
 
 REPLICAS_DEADLINE_S = 1800.0
-"""For the other replicas to finish, before the store that all of them share is counted."""
+"""For the other replicas to finish, before the store that all of them share is counted and a rank may end."""
 
 _WARM_UP_TOKENS = 192
 
@@ -50,13 +53,13 @@ _WARM_UP_TOKENS = 192
 class Rank:
     """One rank's model and place, for all runs of the workload."""
 
-    def __init__(self, plan: JobPlan) -> None:
+    def __init__(self, plan: JobPlan, folder: Path) -> None:
         self.plan = plan
-        self.folder = Path(plan.run_folder)
+        self.folder = folder
         self.rank = int(os.environ["RANK"])
         self.device = _device(plan)
         mesh = init_device_mesh(plan.device, (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))["tp"]
-        self.replica = Replica.from_world(tp=plan.tp, dp=plan.dp)
+        self.replica = Replica.from_world(tp=plan.tp, dp=plan.dp, deadline_s=plan.deadline_s)
         prepared = plan.model.prepared()
         self.tokenizer: Tokenizer = prepared.tokenizer()
         self.model: LoadedModel = load_model(prepared, device=self.device, mesh=mesh, dtype=plan.dtype)
@@ -106,6 +109,9 @@ class Rank:
             else:  # stays a client of the store until it is counted
                 files.wait_for([written], REPLICAS_DEADLINE_S)
             self._report(cache)
+            # A rank that ended now would not hear of the loss of one that has not reported yet.
+            ranks = range(self.plan.tp * self.plan.dp)
+            files.wait_for([self.folder / f"rank{rank}.json" for rank in ranks], REPLICAS_DEADLINE_S)
         finally:
             if cache is not None:
                 cache.close()
@@ -116,7 +122,7 @@ class Rank:
             model=plan.model.digest,
             page_tokens=plan.page_tokens,
             faults=plan.faults,
-            store={"host_bytes": plan.host_bytes, "directory": self.folder},
+            store={"host_bytes": plan.host_bytes, "directory": Path(plan.run_folder)},
         )
         layout = self.model.geometry.kv_layout(self.model.dtype, plan.page_tokens)
         pool = KVPool.from_layers(layout, k=k, v=v, block_tokens=plan.block_tokens)
@@ -272,7 +278,7 @@ def _device(plan: JobPlan) -> torch.device:
 
 @contextmanager
 def _world(plan: JobPlan) -> Iterator[None]:
-    deadline = timedelta(seconds=COLLECTIVE_DEADLINE_S)
+    deadline = timedelta(seconds=min(COLLECTIVE_DEADLINE_S, 2 * plan.deadline_s))
     if plan.device == "cuda":
         init_process_group("nccl", timeout=deadline, device_id=_device(plan))
     else:
@@ -281,36 +287,60 @@ def _world(plan: JobPlan) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
-    """Leave word, and go without the destructors of communicators, which may wait for the other ranks."""
-    files.write(
-        files.RankError(
-            rank=rank,
-            at=time.time(),
-            kind=type(error).__name__,
-            message=str(error),
-            expected=isinstance(error, MLKVError),
-            trace=traceback.format_exc(),
-        ),
-        folder / f"error{rank}.json",
-    )
-    traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(1)
+class _LastWord:
+    """How a rank ends early: it leaves word, once, and goes.
+
+    It goes without the destructors of communicators, which may wait for the other ranks.
+    """
+
+    def __init__(self, plan: JobPlan, folder: Path, rank: int) -> None:
+        self._plan, self._folder, self._rank = plan, folder, rank
+        self._lock = threading.Lock()
+
+    def __call__(self, error: BaseException) -> NoReturn:
+        """Also from another thread than the one that runs the rank."""
+        with self._lock:
+            files.write(
+                files.RankError(
+                    rank=self._rank,
+                    at=time.time(),
+                    kind=type(error).__name__,
+                    message=str(error),
+                    expected=isinstance(error, MLKVError),
+                    trace="".join(traceback.format_exception(error)),
+                    lost=self._lost(error),
+                ),
+                self._folder / f"error{self._rank}.json",
+            )
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _lost(self, error: BaseException) -> int:
+        if isinstance(error, RankLost):  # names a rank of the replica
+            return self._rank // self._plan.tp * self._plan.tp + error.rank
+        return error.rank if isinstance(error, RankGone) else -1
 
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)
-    logging.basicConfig(
-        level=logging.INFO, format=f"rank {os.environ['RANK']}: %(levelname)s %(name)s: %(message)s"
-    )
+    rank = int(os.environ["RANK"])
+    logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(levelname)s %(name)s: %(message)s")
     plan = files.read(Path(sys.argv[1]), JobPlan)
+    folder = files.start_folder(Path(plan.run_folder))
+    folder.mkdir(exist_ok=True)
     silence_transformers()
+    fail = _LastWord(plan, folder, rank)
+    watch = Watch(folder, rank, plan.tp * plan.dp, plan.deadline_s, fail)
     try:
         with _world(plan):
-            Rank(plan).run()
+            Rank(plan, folder).run()
     except BaseException as error:  # reported to the launcher, whatever it is
-        _fail(Path(plan.run_folder), int(os.environ["RANK"]), error)
+        reason = watch.explain(error)
+        if reason is not error:
+            reason.__cause__ = error
+        fail(reason)
+    watch.close()
 
 
 if __name__ == "__main__":

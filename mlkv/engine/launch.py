@@ -79,7 +79,7 @@ def run_script(options: Options) -> int:
     num_ranks = options.tp * options.dp
     if options.port is not None:
         check_port(options.port)
-    command = torchrun_command(num_ranks, options.port, options.script)
+    command = torchrun_command(num_ranks, options.port, options.script, max_restarts=options.max_restarts)
     with Job(command, rank_environment(num_ranks), reap=False) as job:
         return job.wait(lambda: None)
 
@@ -93,7 +93,7 @@ def run_main_job(options: Options, console: Console) -> int:
     with ExitStack() as stack:
         folder = _run_folder(stack)
         plan = _plan(options, folder, console)
-        report = _run(plan, options.port, console)
+        report = _run(plan, options, console)
     from mlkv.engine.report import print_report
 
     print_report(console, report)
@@ -131,7 +131,7 @@ def _plan(options: Options, folder: Path, console: Console) -> JobPlan:
         return make_plan(options, folder, home(), progress)
 
 
-def _run(plan: JobPlan, port: int | None, console: Console) -> dict[str, Any]:
+def _run(plan: JobPlan, options: Options, console: Console) -> dict[str, Any]:
     """Start the ranks, follow them, and put together what they report."""
     from mlkv.engine import plan as files
     from mlkv.engine.audits import run_audits
@@ -142,13 +142,14 @@ def _run(plan: JobPlan, port: int | None, console: Console) -> dict[str, Any]:
     num_ranks = plan.tp * plan.dp
     target = ["-m", "mlkv.engine.job", str(folder / "plan.json")]
     log_path = folder / "ranks.log"
-    command, environment = torchrun_command(num_ranks, port, target), rank_environment(num_ranks)
+    command = torchrun_command(num_ranks, options.port, target, max_restarts=options.max_restarts)
     with (
         open(log_path, "wb") as log,
-        Job(command, environment, log=log) as job,
+        Job(command, rank_environment(num_ranks), log=log) as job,
         ProgressView(console, plan) as view,
     ):
         status = job.wait(view.update)
+    folder = files.newest_start(folder)
     if status != 0:
         _explain(status, files.read_all(folder, "error*.json", files.RankError), log_path)
     replicas = files.read_all(folder, "replica*.json", files.ReplicaResult)

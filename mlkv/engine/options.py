@@ -49,6 +49,7 @@ class Options:
     faults: str
     json: Path | None
     port: int | None
+    max_restarts: int
     script: tuple[str, ...]
 
 
@@ -88,6 +89,7 @@ def parse(argv: Sequence[str]) -> Options:
         faults=args.faults,
         json=args.json,
         port=args.port,
+        max_restarts=args.max_restarts,
         script=tuple(script),
     )
 
@@ -152,6 +154,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--json", type=Path, metavar="FILE", help="write the report there as well, with all answers")
     add("--port", type=_port, metavar="N", help="port of torchrun's rendezvous (default: a free one)")
+    add(
+        "--max-restarts",
+        type=_restarts,
+        default=0,
+        metavar="N",
+        help="how often torchrun starts all ranks again when one has failed (default: 0)",
+    )
     return parser
 
 
@@ -161,14 +170,20 @@ def _check_script(parser: argparse.ArgumentParser, args: argparse.Namespace, scr
     if not Path(script[0]).is_file():
         raise ConfigError(f"there is no script {script[0]}")
     for name, value in vars(args).items():
-        if name not in ("tp", "dp", "port") and value != parser.parse_args([]).__dict__[name]:
-            raise ConfigError(f"--{name.replace('_', '-')} is not for scripts of yours; --tp, --dp and --port are")
+        if name not in ("tp", "dp", "port", "max_restarts") and value != parser.parse_args([]).__dict__[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is not for scripts of yours; --tp, --dp, --port, --max-restarts are"
+            )
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
+
+
+def _restarts(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _page(text: str) -> int:

@@ -52,6 +52,7 @@ class JobPlan(msgspec.Struct, frozen=True):
         concurrency: requests of a replica in flight at once.
         max_batch_tokens: tokens computed in a step; noise_batch_tokens: in the run that measures noise.
         faults: fault plan of the cache, see `mlkv.faults`.
+        deadline_s: how long a rank waits for another in a step of the cache, as `agree.deadline_s`.
     """
 
     run_folder: str
@@ -70,6 +71,7 @@ class JobPlan(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     noise_batch_tokens: int
     faults: str
+    deadline_s: float = 60.0
 
     @property
     def backend(self) -> str:
@@ -160,8 +162,20 @@ class RankResult(msgspec.Struct, frozen=True):
     channel: str
 
 
+class CheckedIn(msgspec.Struct, frozen=True):
+    """A rank has started, as this process."""
+
+    rank: int
+    pid: int
+
+
 class RankError(msgspec.Struct, frozen=True):
-    """Why a rank ended early. `expected`: an error of ours, whose message says all."""
+    """Why a rank ended early.
+
+    Attributes:
+        expected: an error of ours, whose message says all.
+        lost: the global rank that it found to be lost; -1 when that is not the reason.
+    """
 
     rank: int
     at: float
@@ -169,6 +183,7 @@ class RankError(msgspec.Struct, frozen=True):
     message: str
     expected: bool
     trace: str
+    lost: int = -1
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -177,6 +192,19 @@ class Progress(msgspec.Struct, frozen=True):
     phase: str
     done: int
     total: int
+
+
+def start_folder(run_folder: Path) -> Path:
+    """Where the ranks of this start of the job write: torchrun may start them again (`--max-restarts`).
+
+    What an earlier start has left must not be taken for a word of this one.
+    """
+    return run_folder / f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def newest_start(run_folder: Path) -> Path:
+    """The folder of the newest start, for the launcher."""
+    return max(run_folder.glob("start*"), key=lambda folder: int(folder.name[5:]), default=run_folder / "start0")
 
 
 def write(record: msgspec.Struct, path: Path) -> None:

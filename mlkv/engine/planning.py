@@ -39,7 +39,7 @@ def make_plan(options: Options, run_folder: Path, home: Path, progress: Callable
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     # What the ranks will set; wrong MLKV_* variables and fault plans are found here.
-    MLKVConfig(model="checked", page_tokens=options.page_tokens, faults=options.faults)
+    config = MLKVConfig(model="checked", page_tokens=options.page_tokens, faults=options.faults)
     prepared = prepare_model(options.model, home, device_type=device, progress=progress)
     geometry = check_model(prepared.config(), options.tp)
     tokenizer = prepared.tokenizer()
@@ -73,6 +73,7 @@ def make_plan(options: Options, run_folder: Path, home: Path, progress: Callable
         max_batch_tokens=MAX_BATCH_TOKENS[device],
         noise_batch_tokens=_noise_batch_tokens(demands, device),
         faults=options.faults,
+        deadline_s=config.agree.deadline_s,
     )
 
 

@@ -72,9 +72,12 @@ def check_port(port: int) -> None:
             ) from None
 
 
-def torchrun_command(num_ranks: int, port: int | None, target: Sequence[str]) -> list[str]:
+def torchrun_command(
+    num_ranks: int, port: int | None, target: Sequence[str], *, max_restarts: int = 0
+) -> list[str]:
     """`target`: a script with arguments, or "-m", a module and arguments. `port` None: a free one."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--max-restarts=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    command.append(f"--max-restarts={max_restarts}")
     if port is None:
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id=mlkv-{os.getpid()}"]
     else:

@@ -63,7 +63,7 @@ class ProgressView:
 
     def update(self) -> None:
         """Read what the replicas have written so far."""
-        found = files.read_all(self._folder, "progress*.json", files.Progress)
+        found = files.read_all(files.newest_start(self._folder), "progress*.json", files.Progress)
         if not found:
             return
         order = self._plan.phases

@@ -64,6 +64,28 @@ def test_replicas_come_from_existing_groups_and_meshes() -> None:
     assert run_ranks(from_existing, 4) == [pair + pair for pair in expected]
 
 
+def from_groups_of_uneven_ranks(rank: int) -> list[tuple[object, ...]]:
+    """Rank 0 is in two groups that rank 1 knows nothing of, as with pipeline or expert parallelism."""
+    backwards = dist.new_group([1, 0], sort_ranks=False)
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    if rank == 0:
+        for _ in range(2):
+            dist.new_group([0], use_local_synchronization=True)
+    made = [Replica.from_group(backwards, deadline_s=5.0) for _ in range(2)]
+    made.append(Replica.from_device_mesh(mesh, "tp", deadline_s=5.0))
+    for replica in made:
+        agreement = Agreement(replica, "object")
+        agreement.step(list)
+        agreement.close()
+    return [(replica.global_ranks, replica.rank, replica.all_ints(rank)) for replica in made]
+
+
+def test_a_replica_of_a_group_does_not_depend_on_other_groups_and_keeps_its_order() -> None:
+    first, second = run_ranks(from_groups_of_uneven_ranks, 2)
+    assert first == [((1, 0), 1, [1, 0])] * 2 + [((0, 1), 0, [0, 1])]
+    assert second == [((1, 0), 0, [1, 0])] * 2 + [((0, 1), 1, [0, 1])]
+
+
 def steps_with_random_completions(rank: int, num_steps: int) -> list[tuple[object, ...]]:
     """Each rank finishes the same tasks in its own order at its own time; returns what it popped."""
     agreement = Agreement(Replica.from_world(tp=3, deadline_s=20))

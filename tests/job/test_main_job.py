@@ -112,6 +112,18 @@ def test_a_killed_rank_ends_the_job_and_is_named(folder: Path, tmp_path: Path) -
     assert_nothing_left(folder)
 
 
+def test_a_job_whose_rank_is_killed_completes_when_it_may_be_restarted(folder: Path, tmp_path: Path) -> None:
+    prompts, path = tmp_path / "prompts.txt", tmp_path / "report.json"
+    prompts.write_text("Once upon a time\nIn the beginning\n")
+    arguments = ("--prompts", str(prompts), "--max-new-tokens", "4", "--max-restarts", "1", "--json", str(path))
+    status, _, err = finish(start(folder, *TINY, *arguments, "--faults", "kill=rank1@3"))
+    assert (status, err) == (0, "")
+    report = json.loads(path.read_text())
+    assert all(report["audits"].values())
+    assert len(report["requests"]) == 2
+    assert_nothing_left(folder)
+
+
 def test_ranks_do_not_outlive_a_killed_launcher(folder: Path) -> None:
     job = start(folder, *TINY, "--max-new-tokens", "400")
     read_until(job, "cache off")
@@ -149,6 +161,7 @@ def test_help_explains_every_option(folder: Path) -> None:
         "page-size",
         "device",
         "faults",
+        "max-restarts",
     ):
         assert f"--{option} " in out
     assert "-- script.py" in out
