@@ -298,6 +298,9 @@ class Lifecycle:
         del self._by_call[task.call]
         num_good = len(task.indices) if failure is None else failure.num_good
         if self._planner is not None:
+            for tier, count in self._planner.count_sources(task.call, task.first_page, num_good).items():
+                by_tier = self.stats.loaded_pages_by_tier
+                by_tier[tier] = by_tier.get(tier, 0) + count
             self._planner.finish_load(task.call, None if failure is None else task.first_page + num_good)
         self.stats.loaded_pages += num_good
         self.stats.loaded_bytes += num_good * self._slice.num_heads * self._layout.head_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Union
@@ -121,6 +122,14 @@ class Planner:
             generation = matched.page_generations[first_bad : first_bad + 1].tobytes()
             self._tell(wire.Quarantine(page, generation))
         self._tell(wire.Release([lease]))
+
+    def count_sources(self, call: int, first: int, num_pages: int) -> Counter[str]:
+        """How many of pages [first, first + num_pages) of an answered lookup each tier has brought for it.
+
+        The rest was in host memory. Before `finish_load` or `drop`.
+        """
+        sources = self._leases[call][1].sources[first : first + num_pages]
+        return Counter(self._client.tiers[source - 1] for source in sources if source)
 
     def drop(self, call: int) -> None:
         """Give back what a call holds or will be given, before anything was read or written for it."""

@@ -113,6 +113,9 @@ class CacheStats:
     hit_tokens: int = 0
     loaded_pages: int = 0
     loaded_bytes: int = 0
+    loaded_pages_by_tier: dict[str, int] = field(default_factory=dict)
+    """Of the loaded pages, those that each lower tier brought for their lookup; the others were in host memory.
+    Only the master of a replica knows."""
     offloaded_pages: int = 0
     offloaded_bytes: int = 0
     failed_loads: int = 0

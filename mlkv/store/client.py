@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, overload
@@ -42,14 +43,23 @@ class StoreClient:
         num_pages, page_bytes: geometry of the pool.
         pool: the pool, writable memoryview of uint8 [num_pages * page_bytes], shared with every rank of this host.
         owner_pid: process id of the owner.
+        tiers: names of the tiers below the pool, the nearest one first.
     """
 
-    def __init__(self, channel: FramedSocket, pool: HostPool, owner_pid: int, socket_path: Path) -> None:
+    def __init__(
+        self,
+        channel: FramedSocket,
+        pool: HostPool,
+        owner_pid: int,
+        socket_path: Path,
+        tiers: Sequence[str] = (),
+    ) -> None:
         """Of an established connection; use `connect`."""
         self._channel = channel
         self._pool = pool
         self._socket_path = socket_path
         self.owner_pid = owner_pid
+        self.tiers = tuple(tiers)
         self.num_pages = pool.num_pages
         self.page_bytes = pool.page_bytes
         self._last_ticket = 0
@@ -116,8 +126,10 @@ class StoreClient:
                     time.sleep(_RETRY_S)  # another client was first; or the old owner is on its way out
                 else:
                     spawn_owner(settings, lock, _left_s(give_up_at))
-            finally:
-                lock.release()
+            except BaseException:
+                lock.release(remove=True)  # no owner will take the file along
+                raise
+            lock.release()
             if not _left_s(give_up_at):
                 raise DeadlineExceeded(f"no owner let us in at {path} within {deadline_s:.1f} s")
 
@@ -142,7 +154,8 @@ class StoreClient:
                 raise StoreError(welcome.message)
             if not isinstance(welcome, wire.Welcome) or not fds:
                 raise wire.WireError(f"the process {owner.pid} at {path} does not speak as a store does")
-            return cls(channel, HostPool(fds[0], welcome.num_pages, welcome.page_bytes), owner.pid, path)
+            pool = HostPool(fds[0], welcome.num_pages, welcome.page_bytes)
+            return cls(channel, pool, owner.pid, path, welcome.tiers)
         except (FileNotFoundError, ConnectionError, PeerGone):
             sock.close()
             raise _NoOwner from None

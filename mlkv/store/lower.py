@@ -50,13 +50,12 @@ class LowerTiers:
     # What the service tells
 
     def match(
-        self, owner: object, keys: bytes, limit: int, wait_s: float, answer: Callable[[Lease], None]
+        self, owner: object, keys: bytes, limit: int, wait_s: float, answer: Callable[[Lease, bytes], None]
     ) -> None:
-        """Find a chain here or below; see `Lookups.match`."""
+        """Find a chain here or below; see `Lookups.match`. `answer` is also told the sources as `wire.Matched`."""
 
         def answered(lease: Lease) -> None:
-            self._on_matched(lease.pages)
-            answer(lease)
+            answer(lease, self._on_matched(lease.pages))
 
         give_up_at = self._clock() + wait_s if wait_s > 0 else None
         self._lookups.match(owner, keys, limit, give_up_at, answered)
@@ -114,6 +113,10 @@ class LowerTiers:
         results = [runner.close(max(0.0, give_up_at - time.monotonic())) for runner in self._runners]
         return all(results)
 
+    @property
+    def names(self) -> list[str]:
+        return [runner.name for runner in self._runners]
+
     def reports(self) -> list[wire.TierReport]:
         """Each tier's account."""
         return [self._report(number, runner) for number, runner in enumerate(self._runners)]
@@ -129,11 +132,15 @@ class LowerTiers:
         self._source[pages] = tier + 1
         self._writeback.on_published(pages, tier)
 
-    def _on_matched(self, pages: NDArray[np.int32]) -> None:
-        self._num_hits += np.bincount(self._source[pages], minlength=len(self._num_hits))
+    def _on_matched(self, pages: NDArray[np.int32]) -> bytes:
+        """Pages are handed out. Returns where each of them is from."""
+        if not len(pages):
+            return b""
+        sources = self._source[pages]
+        self._num_hits += np.bincount(sources, minlength=len(self._num_hits))
         self._source[pages] = 0
-        if len(pages):
-            self._writeback.on_matched(pages)
+        self._writeback.on_matched(pages)
+        return sources.tobytes()
 
     def _report(self, number: int, runner: TierRunner) -> wire.TierReport:
         counters, state, own = runner.counters, runner.state, runner.tier_stats()

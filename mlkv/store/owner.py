@@ -109,6 +109,10 @@ class Owner:
             self._selector.register(tier_fd, selectors.EVENT_READ, lambda _mask: None)
         self._leave_at = time.monotonic() + max(_FIRST_CLIENT_S, settings.linger_s)
 
+    def starter_is_gone(self) -> None:
+        """Do not wait for it to connect."""
+        self._leave_at = time.monotonic() + max(_ORPHAN_S, self._settings.linger_s)
+
     def serve(self) -> bool:
         """Until the last client is gone (unless kept), or SIGTERM. False if a thread still hangs in a tier."""
         wake_read, wake_write = socket.socketpair()
@@ -251,7 +255,8 @@ class Owner:
             raise StoreError(client.refusal)
         client.group, client.rank = request.group, request.rank
         self._service.join(client.group, client.id)
-        return wire.Welcome(self._num_pages, self._settings.page_bytes)
+        tiers = [] if self._lower is None else self._lower.names
+        return wire.Welcome(self._num_pages, self._settings.page_bytes, tiers)
 
     def _disconnect(self, client: _Client, why: str) -> None:
         """Close a connection. What its process may still touch is kept until the process is gone."""

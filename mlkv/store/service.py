@@ -141,15 +141,15 @@ class StoreService:
     ) -> None:
         _check_holds(len(group.leases), "leases")
 
-        def answered(lease: Lease) -> None:
-            answer(self._grant(group, request, lease))
+        def answered(lease: Lease, sources: bytes = b"") -> None:
+            answer(self._grant(group, request, lease, sources))
 
         if self._lower is None:
             answered(self._index.match(request.keys, request.limit))
         else:
             self._lower.match(asker, request.keys, request.limit, wait_s, answered)
 
-    def _grant(self, group: _Group, request: wire.Match, lease: Lease) -> wire.Matched:
+    def _grant(self, group: _Group, request: wire.Match, lease: Lease, sources: bytes) -> wire.Matched:
         if lease.id:
             group.leases.add(lease.id)
         self._totals.pages_asked += min(len(request.keys) // KEY_BYTES, request.limit)
@@ -159,6 +159,7 @@ class StoreService:
             wire.page_bytes_of(lease.pages),
             wire.generation_bytes_of(lease.generations),
             lease.num_coming,
+            sources,
         )
 
     def _reserve(self, group: _Group, request: wire.Reserve) -> wire.Reserved:

@@ -119,6 +119,8 @@ class Welcome(_Message, frozen=True):
 
     num_pages: int
     page_bytes: int
+    tiers: list[str] = []
+    """Names of the tiers below the pool, the nearest one first."""
 
 
 class Matched(_Message, frozen=True):
@@ -128,6 +130,9 @@ class Matched(_Message, frozen=True):
     pages: bytes
     generations: bytes
     num_coming: int
+    sources: bytes = b""
+    """For each page a byte: n if the n-th tier of the Welcome brought it and this is the first match that finds
+    it, else 0. Empty where there are no tiers."""
 
     @property
     def page_ids(self) -> NDArray[np.int32]:

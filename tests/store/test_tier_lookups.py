@@ -175,8 +175,13 @@ def test_page_from_a_tier_counts_as_its_hit_once_and_then_as_one_of_the_host(new
     tier = LatchTier()
     store = new_store(8, tier)
     tier.put("ab")
-    store.find("ab")
-    store.find("ab")
+    answers = store.match_later("ab")
+    store.until(lambda: bool(answers), "the lookup was answered")
+    assert answers[0].sources == b"\x01\x01"
+    store.take(answers[0], "ab")
+    again = store.match_later("ab")[0]
+    assert again.sources == b"\x00\x00"
+    store.take(again, "ab")
     report = store.report()
     assert (report.pages_asked, report.pages_hit) == (4, 4)
     assert (report.tiers[0].pages_hit, report.tiers[0].pages_promoted) == (2, 2)
