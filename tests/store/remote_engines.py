@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 import obstore
 from pydantic import SecretStr
-from remote_servers import RedisServer, S3Server, ServerProcess
+from remote_servers import MooncakeMaster, RedisServer, S3Server, ServerProcess
 
 from mlkv.store.tiers import StoredPage, Tier
+from mlkv.store.tiers.mooncake import MooncakeTier
+from mlkv.store.tiers.mooncake_wire import Operation, Order
 from mlkv.store.tiers.naming import Names
 from mlkv.store.tiers.redis import RedisTier
 from mlkv.store.tiers.s3 import S3Tier
@@ -23,11 +26,14 @@ POOL_PAGES = 64
 
 
 class Pool:
-    """Memory like that of a host pool: aligned to 4096 bytes, pages side by side."""
+    """Memory like that of a host pool: of a file without a name, aligned to 4096 bytes, pages side by side."""
 
     def __init__(self, page_bytes: int = PAGE_BYTES, num_pages: int = POOL_PAGES) -> None:
         self.page_bytes = page_bytes
-        self.memory = memoryview(mmap.mmap(-1, page_bytes * num_pages))
+        fd = os.memfd_create("test-pool")
+        os.ftruncate(fd, page_bytes * num_pages)
+        self.memory = memoryview(mmap.mmap(fd, page_bytes * num_pages))
+        os.close(fd)
 
     def page(self, at: int) -> memoryview:
         return self.memory[at * self.page_bytes : (at + 1) * self.page_bytes]
@@ -66,6 +72,8 @@ class Engine(ABC):
 
     name: str
     server: ServerProcess
+    lists = True
+    """Whether it can tell what is stored."""
     keeps_deadlines = True
     """Whether its calls give up by themselves."""
     short_deadline_s = 0.5
@@ -167,4 +175,56 @@ class S3Engine(Engine):
         self.server.start()
 
 
-ENGINES: tuple[type[RedisEngine] | type[S3Engine], ...] = (RedisEngine, S3Engine)
+class MooncakeEngine(Engine):
+    """Objects are put and got behind the tier's back through the client process of a tier of its own."""
+
+    name = "mooncake"
+    server: MooncakeMaster
+    keeps_deadlines = False
+    lists = False
+
+    def __init__(self, folder: Path) -> None:
+        self.server = MooncakeMaster(folder)
+        self.server.start()
+        self._pool = Pool(4 * PAGE_BYTES, 1)
+        self._stranger: MooncakeTier | None = None  # takes seconds, and few tests need it
+
+    @staticmethod
+    def missing() -> str:
+        return MooncakeMaster.missing()
+
+    def tier(self, page_bytes: int = PAGE_BYTES, *, port: int | None = None, **options: Any) -> MooncakeTier:
+        options = {"segment_bytes": 256 << 20, **options}
+        return MooncakeTier.from_url(f"mooncake://127.0.0.1:{port or self.server.port}", page_bytes, **options)
+
+    def _order(self, operation: Operation, name: str, size: int) -> list[int]:
+        if self._stranger is None:
+            self._stranger = self.tier(segment_bytes=0)
+            self._stranger.connect(self._pool.memory)
+        process = self._stranger._process
+        assert process is not None
+        return process.order(Order(operation, [name], [0], size), 10.0).codes
+
+    def put(self, name: str, value: bytes) -> None:
+        self._pool.memory[: len(value)] = value
+        assert self._order("put", name, len(value)) == [0]
+
+    def get(self, name: str) -> bytes:
+        (size,) = self._order("get", name, len(self._pool.memory))
+        assert size > 0
+        return bytes(self._pool.memory[:size])
+
+    def page_name(self, page: bytes, page_bytes: int = PAGE_BYTES) -> str:
+        return Names(page_bytes).page(page)
+
+    def close(self) -> None:
+        if self._stranger is not None:
+            self._stranger.close()
+        super().close()
+
+
+ENGINES: tuple[type[RedisEngine] | type[S3Engine] | type[MooncakeEngine], ...] = (
+    RedisEngine,
+    S3Engine,
+    MooncakeEngine,
+)

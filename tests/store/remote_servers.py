@@ -193,6 +193,32 @@ class S3Server(ServerProcess):
         shutil.rmtree(self.folder / "data", ignore_errors=True)
 
 
+class MooncakeMaster(ServerProcess):
+    """Mooncake's master. What is stored lies in the memory of the clients; it knows where."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.url = f"mooncake://127.0.0.1:{self.port}"
+        self._metrics_port = free_port()
+
+    @staticmethod
+    def missing() -> str:
+        found = importlib.util.find_spec("mooncake") is not None and _find("mooncake_master")
+        return "" if found else "needs mooncake_master (pip install mooncake-transfer-engine-non-cuda)"
+
+    def command(self) -> list[str]:
+        master = _find("mooncake_master")
+        assert master is not None
+        return [
+            master,
+            f"--rpc_port={self.port}",
+            "--rpc_address=127.0.0.1",
+            f"--metrics_port={self._metrics_port}",
+            "--metrics_host=127.0.0.1",
+            "--client_ttl=2",
+        ]
+
+
 @contextmanager
 def running(server: ServerProcess) -> Iterator[ServerProcess]:
     """Started, and gone at the end."""
@@ -212,6 +238,10 @@ class SilentServer:
         self._connections: list[socket.socket] = []
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
 
     def _accept(self) -> None:
         while True:

@@ -28,14 +28,19 @@ def pool() -> Pool:
     return Pool()
 
 
-@pytest.fixture
-def tier(engine: Engine, pool: Pool) -> Iterator[Tier]:
-    """Connected and empty."""
+@pytest.fixture(scope="module")
+def one_tier(engine: Engine, pool: Pool) -> Iterator[Tier]:
     tier = engine.tier()
     tier.connect(pool.memory)
-    tier.clear()
     yield tier
     tier.close()
+
+
+@pytest.fixture
+def tier(one_tier: Tier) -> Tier:
+    """Connected and empty."""
+    one_tier.clear()
+    return one_tier
 
 
 def test_pages_come_back_as_they_were_written(tier: Tier, pool: Pool) -> None:
@@ -166,6 +171,10 @@ def test_deployments_with_other_page_sizes_do_not_meet(engine: Engine, tier: Tie
 
 
 def test_scan_lists_ascending_pages_of_this_deployment_only(engine: Engine, tier: Tier, pool: Pool) -> None:
+    if not engine.lists:
+        with pytest.raises(NotImplementedError):
+            tier.scan(b"", 1)
+        return
     for at in (20, 0, 10):
         tier.write(stored(keys(at, at + 10)), pool.pages(0, 10))
     engine.put("mlkv/1/1/p/" + "0" * 32, b"of another deployment")
@@ -190,7 +199,7 @@ def test_notes_are_kept_replaced_and_bounded(engine: Engine, tier: Tier) -> None
         tier.load_note("")
 
 
-@pytest.mark.parametrize("size", [0, 1, PAGE_BYTES - 1, PAGE_BYTES + 1, 3 * PAGE_BYTES])
+@pytest.mark.parametrize("size", [1, PAGE_BYTES - 1, PAGE_BYTES + 1, 3 * PAGE_BYTES])
 def test_an_object_of_another_size_is_not_a_page(engine: Engine, tier: Tier, pool: Pool, size: int) -> None:
     pool.fill(0, 3, seed=8)
     tier.write(stored(keys(0, 3)), pool.pages(0, 3))
