@@ -43,8 +43,11 @@ DEADLINE_S = 4.0
 _NOTICE_S = DEADLINE_S + 2 * PATIENCE_S
 """For survivors to end. Who is gone is seen at once, but one that never checked in only at the deadline."""
 
-_STALL_NOTICE_S = 2 * DEADLINE_S + 3 * PATIENCE_S
-"""The same where nobody ends: collectives of the model wait twice the deadline."""
+_CONNECT_S = 3 * DEADLINE_S
+"""`store.connect_deadline_s`: an owner's start takes a second or two of a busy machine."""
+
+_STALL_NOTICE_S = _CONNECT_S + 3 * PATIENCE_S
+"""As `_NOTICE_S` where nobody ends: the longest wait there is, for a stopped rank that starts the owner."""
 
 _LIFE_LIMIT_S = 60.0  # of one job; it takes a few seconds
 _OWNER_END_S = 5.0
@@ -60,7 +63,7 @@ def prepare() -> None:
     """Once, before the first job: settings of all jobs, and this process as the parent of whatever they leave."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
     os.environ["MLKV_AGREE__DEADLINE_S"] = str(DEADLINE_S)
-    os.environ["MLKV_STORE__CONNECT_DEADLINE_S"] = str(DEADLINE_S)
+    os.environ["MLKV_STORE__CONNECT_DEADLINE_S"] = str(_CONNECT_S)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["OMP_NUM_THREADS"] = "1"
     _context.set_forkserver_preload(["kill_rig"])
