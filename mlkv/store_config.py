@@ -47,6 +47,18 @@ class RemoteConfig(Section):
     )
     secret_access_key: SecretStr | None = Field(default=None, description="S3; default: AWS_SECRET_ACCESS_KEY")
     session_token: SecretStr | None = Field(default=None, description="S3; default: AWS_SESSION_TOKEN")
+    segment_bytes: ByteSize = Field(
+        default=ByteSize(4 << 30), description="Mooncake: memory that this host lends to the store; may be 0"
+    )
+    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="Mooncake: how pages travel")
+    devices: str = Field(default="", description="Mooncake: RDMA devices, comma-separated")
+    local_host: str = Field(
+        default="",
+        description="Mooncake: the address at which other hosts reach this one; default: that towards the master",
+    )
+    metadata: str = Field(
+        default="P2PHANDSHAKE", description="Mooncake: how hosts find each other's memory, or a server's URL"
+    )
 
     @field_validator("url")
     @classmethod

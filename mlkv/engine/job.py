@@ -48,6 +48,7 @@ REPLICAS_DEADLINE_S = 1800.0
 """For the other replicas to finish, before the store that all of them share is counted and a rank may end."""
 
 _WARM_UP_TOKENS = 192
+_AUDIT_S = 0.05
 
 
 class Rank:
@@ -122,7 +123,7 @@ class Rank:
             model=plan.model.digest,
             page_tokens=plan.page_tokens,
             faults=plan.faults,
-            store={"host_bytes": plan.host_bytes, "directory": Path(plan.run_folder)},
+            store={"host_bytes": plan.host_bytes, "directory": Path(plan.run_folder), **plan.tiers},
         )
         layout = self.model.geometry.kv_layout(self.model.dtype, plan.page_tokens)
         pool = KVPool.from_layers(layout, k=k, v=v, block_tokens=plan.block_tokens)
@@ -196,8 +197,16 @@ class Rank:
         """The books of the store once every replica has drained: they share it, and until then hold pages."""
         (self.folder / f"drained{self.replica.index}").touch()
         files.wait_for([self.folder / f"drained{index}" for index in range(self.plan.dp)], REPLICAS_DEADLINE_S)
-        report = cache.audit()
-        return files.StoreAudit(**{name: getattr(report, name) for name in files.StoreAudit.__struct_fields__})
+        give_up_at = time.monotonic() + DRAIN_DEADLINE_S
+        while True:
+            report = cache.audit()
+            audit = files.StoreAudit(
+                **{name: getattr(report, name) for name in files.StoreAudit.__struct_fields__}
+            )
+            # What is still written to lower tiers, or read from them, is held until that is over.
+            if audit.conserved or not self.plan.tiers or time.monotonic() > give_up_at:
+                return audit
+            time.sleep(_AUDIT_S)
 
     def _progress(self, phase: str, done: int) -> None:
         if self.replica.is_master:
@@ -213,6 +222,7 @@ class Rank:
             steps=stats.steps,
             loaded_pages=stats.loaded_pages,
             loaded_bytes=stats.loaded_bytes,
+            loaded_pages_by_tier=stats.loaded_pages_by_tier,
             offloaded_pages=stats.offloaded_pages,
             offloaded_bytes=stats.offloaded_bytes,
             failed_loads=stats.failed_loads,

@@ -22,6 +22,7 @@ three audits hold. Without options: SmolLM2-135M (fetched once), two ranks, GPUs
   ./launch.sh                                   the default job
   ./launch.sh --tp 4 --json report.json         four ranks; the report as JSON as well
   ./launch.sh --model ~/models/llama --tp 2     a model of yours
+  ./launch.sh --disk ~/kv                       run it twice: the second job finds its prompts on disk
   ./launch.sh --tp 2 --dp 2 -- script.py ARGS   a script of yours under torchrun, in the same environment
 """
 
@@ -43,6 +44,9 @@ class Options:
     prompts: Path | None
     max_new_tokens: int
     host_bytes: int | None
+    disk: Path | None
+    disk_bytes: int | None
+    remote: str | None
     device_bytes: int | None
     page_tokens: int
     block_tokens: int
@@ -74,6 +78,8 @@ def parse(argv: Sequence[str]) -> Options:
             f"page-size: {args.page_size} tokens are not a multiple of the device pool's block of "
             f"{args.block_size} tokens (--block-size)"
         )
+    if args.disk_bytes is not None and args.disk is None:
+        raise ConfigError("disk-bytes: there is no --disk whose size it could be")
     return Options(
         tp=args.tp,
         dp=args.dp,
@@ -83,6 +89,9 @@ def parse(argv: Sequence[str]) -> Options:
         prompts=args.prompts,
         max_new_tokens=args.max_new_tokens,
         host_bytes=args.host_cache,
+        disk=args.disk,
+        disk_bytes=args.disk_bytes,
+        remote=args.remote,
         device_bytes=args.device_cache,
         page_tokens=args.page_size,
         block_tokens=args.block_size,
@@ -129,6 +138,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=_count, default=24, metavar="N", help="tokens of an answer at most (default: 24)")
     add(
         "--host-cache", type=_size, metavar="SIZE", help="host memory for KV; default: room for the whole workload"
+    )
+    add(
+        "--disk",
+        type=Path,
+        metavar="DIR",
+        help="keep KV in this folder as well: the next job with the same model finds it there (default: no disk)",
+    )
+    add("--disk-bytes", type=_size, metavar="SIZE", help="the most that may lie there (default: 64 GiB)")
+    add(
+        "--remote",
+        metavar="URL",
+        help="keep KV in a remote store as well: mooncake://HOST:PORT, s3://BUCKET/PREFIX, redis://HOST:PORT/DB; "
+        "passwords and keys come from its usual environment variables, or MLKV_STORE__REMOTE__... (default: none)",
     )
     add(
         "--device-cache",

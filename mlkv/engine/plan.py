@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -53,6 +53,7 @@ class JobPlan(msgspec.Struct, frozen=True):
         max_batch_tokens: tokens computed in a step; noise_batch_tokens: in the run that measures noise.
         faults: fault plan of the cache, see `mlkv.faults`.
         deadline_s: how long a rank waits for another in a step of the cache, as `agree.deadline_s`.
+        tiers: settings of `StoreConfig` that name what lies below the host cache; no secrets.
     """
 
     run_folder: str
@@ -72,6 +73,7 @@ class JobPlan(msgspec.Struct, frozen=True):
     noise_batch_tokens: int
     faults: str
     deadline_s: float = 60.0
+    tiers: dict[str, Any] = {}
 
     @property
     def backend(self) -> str:
@@ -154,6 +156,7 @@ class RankResult(msgspec.Struct, frozen=True):
     steps: int
     loaded_pages: int
     loaded_bytes: int
+    loaded_pages_by_tier: dict[str, int]
     offloaded_pages: int
     offloaded_bytes: int
     failed_loads: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,8 @@ def make_plan(options: Options, run_folder: Path, home: Path, progress: Callable
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     # What the ranks will set; wrong MLKV_* variables and fault plans are found here.
-    config = MLKVConfig(model="checked", page_tokens=options.page_tokens, faults=options.faults)
+    tiers = _tiers(options)
+    config = MLKVConfig(model="checked", page_tokens=options.page_tokens, faults=options.faults, store=tiers)
     prepared = prepare_model(options.model, home, device_type=device, progress=progress)
     geometry = check_model(prepared.config(), options.tp)
     tokenizer = prepared.tokenizer()
@@ -74,7 +76,21 @@ def make_plan(options: Options, run_folder: Path, home: Path, progress: Callable
         noise_batch_tokens=_noise_batch_tokens(demands, device),
         faults=options.faults,
         deadline_s=config.agree.deadline_s,
+        tiers=tiers,
     )
+
+
+def _tiers(options: Options) -> dict[str, Any]:
+    """Settings of `StoreConfig` that name the lower tiers."""
+    tiers: dict[str, Any] = {}
+    if options.disk is not None:
+        # Ranks and owner may have other working directories.
+        tiers["disk"] = {"directory": str(options.disk.expanduser().absolute())}
+        if options.disk_bytes is not None:
+            tiers["disk"]["limit_bytes"] = options.disk_bytes
+    if options.remote is not None:
+        tiers["remote"] = {"url": options.remote}
+    return tiers
 
 
 def _device(options: Options) -> str:

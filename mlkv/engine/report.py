@@ -27,6 +27,9 @@ _PHASES = {
 
 _SOURCES = ("computed", "device", "host")
 
+_LABELS = {"computed": "computed", "device": "found on the device", "host": "loaded from the host"}
+"""Of the tokens of prompts by where their KV came from; of any other tier it is "loaded from" its name."""
+
 
 class ProgressView:
     """Follows the replicas' progress files: a bar on a terminal, a line for each phase elsewhere."""
@@ -110,7 +113,7 @@ def summarise(
             "faults": plan.faults,
             "channel": masters[0].channel,
         },
-        "tokens": _tokens(served["on"]),
+        "tokens": _by_tier(_tokens(served["on"]), plan, masters),
         "tokens_off": _tokens(served["off"]),
         "ttft_s": {"on": _ttft(served["on"]), "off": _ttft(served["off"])},
         "seconds": {phase: max(replica.seconds[phase] for replica in replicas) for phase in plan.phases},
@@ -142,6 +145,21 @@ def _tokens(served: Sequence[Served]) -> dict[str, int]:
     return {source: sum(getattr(s, f"{source}_tokens") for s in served) for source in _SOURCES}
 
 
+def _by_tier(tokens: dict[str, int], plan: JobPlan, masters: Sequence[RankResult]) -> dict[str, int]:
+    """Of the tokens loaded from host memory, those that a lower tier had brought there for their request.
+
+    Tiers that are there are named also when they brought nothing.
+    """
+    pages = dict.fromkeys(plan.tiers, 0)
+    for result in masters:
+        for tier, count in result.loaded_pages_by_tier.items():
+            # A remote store is called by what it is (s3, redis): here it is the one below the disk.
+            where = "disk" if tier == "disk" else "remote"
+            pages[where] = pages.get(where, 0) + count
+    below = {tier: count * plan.page_tokens for tier, count in pages.items()}
+    return {**tokens, "host": tokens["host"] - sum(below.values()), **below}
+
+
 def _ttft(served: Sequence[Served]) -> dict[str, float]:
     p50, p95 = np.percentile([s.ttft_s for s in served], [50, 95])
     return {"p50": float(p50), "p95": float(p95)}
@@ -163,9 +181,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     table.add_column("")
     for name in ("cache off", "cache on", "on / off"):
         table.add_column(name, justify="right")
-    labels = {"computed": "computed", "device": "found on the device", "host": "loaded from the host"}
-    for source, label in labels.items():
-        table.add_row(f"prompt tokens {label}", f"{before[source]:,}", f"{tokens[source]:,}", "")
+    for source, count in tokens.items():
+        label = _LABELS.get(source, f"loaded from {source}")
+        table.add_row(f"prompt tokens {label}", f"{before.get(source, 0):,}", f"{count:,}", "")
     for name in ("p50", "p95"):
         off, on = ttft["off"][name], ttft["on"][name]
         table.add_row(f"time to first token, {name}", f"{off:.3f} s", f"{on:.3f} s", f"{on / off:.2f}")

@@ -33,12 +33,14 @@ def spawn_owner(settings: OwnerSettings, lock: SocketLock, deadline_s: float) ->
         raise ConfigError("this Python does not know its own executable; start the store by hand with --keep")
     settings_fd = settings.to_fd()
     ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
-    fds = [f"--settings-fd={settings_fd}", f"--lock-fd={lock.fileno()}", f"--ready-fd={ready_write}"]
+    # The path is in the settings too; here it is for people who look at the list of processes.
+    argv = [f"--socket={settings.socket_path}", f"--settings-fd={settings_fd}"]
+    argv += [f"--lock-fd={lock.fileno()}", f"--ready-fd={ready_write}"]
     try:
         try:
             # The child detaches (see owner.main), so what is waited for here ends at once and leaves no zombie.
             process = subprocess.Popen(
-                [sys.executable, "-m", "mlkv.store.owner", *fds],
+                [sys.executable, "-m", "mlkv.store.owner", *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(settings_fd, lock.fileno(), ready_write),

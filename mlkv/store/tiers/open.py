@@ -63,6 +63,19 @@ def open_remote(config: RemoteConfig, page_bytes: int) -> Tier:
             session_token=config.session_token,
             deadline_s=config.deadline_s,
         )
+    if scheme == "mooncake":
+        from mlkv.store.tiers.mooncake import MooncakeTier
+
+        return MooncakeTier.from_url(
+            config.url,
+            page_bytes,
+            metadata=config.metadata,
+            segment_bytes=int(config.segment_bytes),
+            protocol=config.protocol,
+            devices=config.devices,
+            local_host=config.local_host,
+            deadline_s=config.deadline_s,
+        )
     raise ConfigError(f"store.remote.url: there is no tier for {scheme}://")
 
 
