@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,40 @@ class Evicted:
     page: int
 
 
+class EvictedPages(Sequence[Evicted]):
+    """Pages that were evicted together, in the order in which they went; made into objects one by one when asked.
+
+    `keys`: 16 bytes each; `generations`: uint64 `[n]`; `pages`: int32 `[n]`.
+    """
+
+    def __init__(self, keys: bytes, generations: NDArray[np.uint64], pages: NDArray[np.int32]) -> None:
+        self.keys = keys
+        self.generations = generations
+        self.pages = pages
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    @overload
+    def __getitem__(self, at: int) -> Evicted: ...
+    @overload
+    def __getitem__(self, at: slice) -> EvictedPages: ...
+    def __getitem__(self, at: int | slice) -> Evicted | EvictedPages:
+        if isinstance(at, slice):
+            numbers = range(len(self))[at]
+            keys = b"".join(self._key(number) for number in numbers)
+            return EvictedPages(keys, self.generations[at], self.pages[at])
+        number = range(len(self))[at]
+        return Evicted(self._key(number), int(self.generations[number]), int(self.pages[number]))
+
+    def __iter__(self) -> Iterator[Evicted]:
+        return (self[number] for number in range(len(self)))
+
+    def _key(self, number: int) -> bytes:
+        key_bytes = len(self.keys) // len(self)
+        return self.keys[number * key_bytes : (number + 1) * key_bytes]
+
+
 @dataclass(frozen=True)
 class Reservation:
     """Pages to be written for keys[first : first + len(pages)], each by this reservation's holder alone.
@@ -41,7 +77,7 @@ class Reservation:
     """Leading keys of the chain that are readable now; the keys from there to `first` are being written."""
     pages: NDArray[np.int32]
     generations: NDArray[np.uint64]
-    evicted: tuple[Evicted, ...] = ()
+    evicted: Sequence[Evicted] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +88,8 @@ class Committed:
     """Pages of the reservation that are in the index now; 0 if the index was cleared meanwhile."""
     num_readable: int
     """Leading keys of the whole chain that can be matched now."""
+    pages: NDArray[np.int32]
+    """The published ones, `[num_good]`."""
 
 
 @dataclass(frozen=True)

@@ -18,38 +18,40 @@ keep it right, and everything below follows from them:
    given to another key. One pin on the deepest page of a match therefore holds the whole prefix, in O(1).
 3. A page whose key was removed (found bad, cleared, or below such a page) stays in the tree without its key until
    nothing holds it. It can no longer be found, and its readers and writers can finish in peace.
+
+Requests speak of chains, and nearly all that happens to a page happens to its neighbours in the chain too: pages
+are reserved, published and evicted in *runs*, with whole-array operations. Rule 1 makes a match cheap: how much of
+a chain is there is found by bisection, and its pages by walking up from the deepest one.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlkv.errors import ConfigError, StoreError
-from mlkv.store.grants import Committed, Counts, Evicted, Lease, Quarantined, Reservation
-from mlkv.store.policy import Policy
-from mlkv.store.tree import PageTree
+from mlkv.store.audit import find_problems
+from mlkv.store.grants import Committed, Counts, EvictedPages, Lease, Quarantined, Reservation
+from mlkv.store.key_table import KEY_BYTES, Keys, KeyTable
+from mlkv.store.page_stack import PageStack
+from mlkv.store.policy import MAX_CHILDREN, Policy
+from mlkv.store.states import FREE, QUARANTINED, READY, RESERVED, STATE_NAMES
+from mlkv.store.tree import Pages, PageTree
 
-KEY_BYTES: Final = 16
+__all__ = ["KEY_BYTES", "Index", "IndexBroken"]
 
-FREE: Final = 0
-RESERVED: Final = 1
-READY: Final = 2
-QUARANTINED: Final = 3
-STATE_NAMES: Final = ("free", "reserved", "ready", "quarantined")
-
-_NO_PAGES: Final[NDArray[np.int32]] = np.empty(0, np.int32)
+_NO_PAGES: Final[Pages] = np.empty(0, np.int32)
 _NO_GENERATIONS: Final[NDArray[np.uint64]] = np.empty(0, np.uint64)
 
 
 @dataclass
 class _Writing:
-    pages: list[int]
+    pages: Pages
     first: int
     num_ready: int
 
@@ -62,7 +64,7 @@ class Index:
     """See the module. Keys travel as one bytes object of 16-byte keys, in the order of the chain.
 
     A request that is refused raises `StoreError` and changes nothing. Time per page is O(1) for match, release,
-    commit and quarantine, and that of the policy for reserve; nothing ever scans the pool, except `check`.
+    commit and quarantine, and that of the policy for reserve; nothing scans the pool, except `clear` and `check`.
     """
 
     def __init__(self, num_pages: int, policy: Policy, first_generation: int = 1) -> None:
@@ -72,40 +74,42 @@ class Index:
         self.num_pages = num_pages
         self._policy = policy
         self._tree = PageTree(num_pages)
-        self._page_of: dict[bytes, int] = {}
-        self._key: list[bytes | None] = [None] * num_pages
-        self._state = bytearray(num_pages)
-        self._pins = array("i", [0]) * (num_pages + 1)
+        self._table = KeyTable(num_pages)
+        self._states = np.zeros(num_pages, np.uint8)
+        self._all_pins = np.zeros(num_pages + 1, np.int32)
+        self._state, self._pins = self._states.data, self._all_pins.data  # quick views of single elements
         self._pins[self._tree.root] = 1  # so that the root is never offered for eviction nor freed
         self._generation = np.zeros(num_pages, np.uint64)
         self._last_generation = first_generation - 1
         self._last_id = 0
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = PageStack(num_pages)
         self._counts = [num_pages, 0, 0, 0]
         self._leases: dict[int, int] = {}  # lease -> its deepest page
         self._reservations: dict[int, _Writing] = {}
 
     # Requests
 
-    def match(self, keys: bytes, limit: int) -> Lease:
-        """Lease the longest complete prefix of the chain `keys`, at most `limit` pages of it."""
+    def match(self, keys: bytes, limit: int, *, is_use: bool = True) -> Lease:
+        """Lease the longest complete prefix of the chain `keys`, at most `limit` pages of it.
+
+        `is_use`: whether that counts for what is evicted next.
+        """
         num_keys = min(_count_keys(keys), limit)
         if limit < 0:
             raise StoreError(f"a match cannot be limited to {limit} pages")
-        pages: list[int] = []
-        num_coming = 0
-        for page, state in self._walk(keys, num_keys):
-            if state == READY and not num_coming:
-                pages.append(page)
-            else:
-                num_coming += 1
-        if not pages:
+        present = self._present(keys, num_keys)
+        num_ready = self._count_ready(present)
+        num_coming = len(present) - num_ready
+        if not num_ready:
             return Lease(0, _NO_PAGES, _NO_GENERATIONS, num_coming)
-        self._policy.touch(pages[-1])
-        self._pin(pages[-1])
+        found = present[:num_ready]
+        deepest = int(found[-1])
+        if is_use:
+            children = list(islice(self._tree.children(deepest), MAX_CHILDREN))
+            self._policy.match(deepest, num_ready, num_keys, children)
+        self._pin(deepest)
         lease_id = self._new_id()
-        self._leases[lease_id] = pages[-1]
-        found = np.array(pages, np.int32)
+        self._leases[lease_id] = deepest
         return Lease(lease_id, found, self._generation[found], num_coming)
 
     def release(self, lease_ids: Sequence[int]) -> None:
@@ -123,40 +127,33 @@ class Index:
 
         `keys` is the chain from its root. Keys before `start` are only looked at: if one of them is missing,
         nothing can be reserved. Present keys form a prefix, so what is missing is one run; it is cut where no
-        page can be had. Every new page gets a generation that no page of this index had before. A lower tier
-        that brings a page back gives the one in its header instead: `generations[i]` is that of
-        keys[start + i].
+        page can be had. Every new page gets a generation that no page of this index had before.
         """
         num_keys = _count_keys(keys)
         if not 0 <= start <= num_keys:
             raise StoreError(f"a reservation starts inside its chain of {num_keys} keys, not at {start}")
-        tail, first, num_ready = self._tree.root, 0, 0
-        for page, state in self._walk(keys, num_keys):
-            num_ready += state == READY and num_ready == first
-            tail, first = page, first + 1
-        if tail != self._tree.root:
+        present = self._present(keys, num_keys)
+        first, num_ready = len(present), self._count_ready(present)
+        tail = self._tree.root
+        if first:
+            tail = int(present[-1])
             self._policy.touch(tail)
-        pages: list[int] = []
-        evicted: list[Evicted] = []
-        if first >= start:
-            self._pin(tail)  # making room must not evict the prefix that is being continued
-            parent = tail
-            for position in range(first, num_keys):
-                key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-                # A key that is present elsewhere cannot belong to this chain too: it is malformed from here.
-                page_or_none = None if key in self._page_of else self._allocate(evicted)
-                if page_or_none is None:
-                    break
-                self._begin(page_or_none, key, parent)
-                parent = page_or_none
-                pages.append(parent)
-            self._unpin(tail)
-        if not pages:
-            return Reservation(0, first, num_ready, _NO_PAGES, _NO_GENERATIONS, tuple(evicted))
+        if first < start or first == num_keys:
+            return Reservation(0, first, num_ready, _NO_PAGES, _NO_GENERATIONS)
+        wanted = _as_keys(keys)[first:]
+        # A key that is present elsewhere cannot belong to this chain too: it is malformed from there.
+        wanted = wanted[: self._table.count_new(wanted)]
+        self._pin(tail)  # making room must not evict the prefix that is being continued
+        evicted = self._evict(len(wanted) - len(self._free))
+        pages = self._free.take(min(len(wanted), len(self._free)))
+        if len(pages):
+            self._begin(pages, wanted[: len(pages)], tail)
+        self._unpin(tail)
+        if not len(pages):
+            return Reservation(0, first, num_ready, _NO_PAGES, _NO_GENERATIONS, evicted)
         reservation_id = self._new_id()
         self._reservations[reservation_id] = _Writing(pages, first, num_ready)
-        taken = np.array(pages, np.int32)
-        return Reservation(reservation_id, first, num_ready, taken, self._generation[taken], tuple(evicted))
+        return Reservation(reservation_id, first, num_ready, pages, self._generation[pages], evicted)
 
     def commit(
         self, reservation_id: int, num_good: int, generations: NDArray[np.uint64] | None = None
@@ -172,23 +169,25 @@ class Index:
         writing = self._reservations.get(reservation_id)
         if writing is None:
             raise StoreError(f"reservation {reservation_id} does not exist; it was ended before or never granted")
-        if not 0 <= num_good <= len(writing.pages):
-            raise StoreError(f"reservation {reservation_id} has {len(writing.pages)} pages, not {num_good}")
+        pages = writing.pages
+        if not 0 <= num_good <= len(pages):
+            raise StoreError(f"reservation {reservation_id} has {len(pages)} pages, not {num_good}")
         if generations is not None and len(generations) != num_good:
             raise StoreError(f"{len(generations)} generations were given for {num_good} pages")
         del self._reservations[reservation_id]
-        doomed = self._key[writing.pages[0]] is None
         if generations is not None:
-            self._generation[writing.pages[:num_good]] = generations
+            self._generation[pages[:num_good]] = generations
+        doomed = not self._table.has_key(int(pages[0]))
         kept = 0 if doomed else num_good
-        for position, page in enumerate(writing.pages):
-            self._become(page, READY if position < kept else QUARANTINED)
-        committed = Committed(kept, 0 if doomed else self._num_readable(writing, kept))
+        self._become(pages[:kept], RESERVED, READY)
+        self._become(pages[kept:], RESERVED, QUARANTINED)
+        committed = Committed(kept, 0 if doomed else self._num_readable(writing, kept), pages[:kept])
         if kept:
-            self._policy.touch(writing.pages[kept - 1])
-        if not doomed and kept < len(writing.pages):
-            self._drop(writing.pages[kept])
-        for page in reversed(writing.pages):
+            self._policy.touch(int(pages[kept - 1]))
+        if not doomed and kept < len(pages):
+            self._drop(int(pages[kept]))
+        # Those before the last good page are held by the pages below them.
+        for page in pages[max(kept - 1, 0) :][::-1].tolist():
             self._settle(page)
         return committed
 
@@ -204,8 +203,9 @@ class Index:
         writing = self._reservations.get(reservation_id)
         if writing is None:
             raise StoreError(f"reservation {reservation_id} does not exist; it was ended before or never granted")
-        if self._key[writing.pages[0]] is not None:
-            self._drop(writing.pages[0])
+        top = int(writing.pages[0])
+        if self._table.has_key(top):
+            self._drop(top)
 
     def quarantine(self, pages: Sequence[int], generations: Sequence[int]) -> Quarantined:
         """Remove pages whose bytes were found bad, and everything below them.
@@ -221,7 +221,7 @@ class Index:
         bad_keys: list[bytes] = []
         num_dropped = 0
         for page, generation in zip(pages, generations, strict=True):
-            key = self._key[page]
+            key = self._table.key_of(page)
             if key is None or self._state[page] != READY or self._generation[page] != generation:
                 continue
             bad_keys.append(key)
@@ -233,8 +233,20 @@ class Index:
 
         Returns the number of keys forgotten. Legal at any time; a second call finds nothing to do.
         """
-        tops = [page for page in self._tree.children(self._tree.root) if self._key[page] is not None]
-        return sum(self._drop(page) for page in tops)
+        num_forgotten = int(np.count_nonzero(self._table.known))
+        self._table.clear()
+        self._policy.clear()
+        self._become(np.flatnonzero(self._states == READY).astype(np.int32), READY, QUARANTINED)
+        held = np.zeros(self.num_pages, np.bool_)
+        for page in self._leases.values():
+            held[self._tree.path(page)] = True
+        for writing in self._reservations.values():
+            held[self._tree.path(int(writing.pages[-1]))] = True
+        unheld = np.flatnonzero((self._states == QUARANTINED) & ~held).astype(np.int32)
+        self._tree.keep_only(held)
+        self._become(unheld, QUARANTINED, FREE)
+        self._free.extend(unheld)
+        return num_forgotten
 
     # What lower tiers are kept up to date with
 
@@ -248,8 +260,9 @@ class Index:
         return lease_id
 
     def identity(self, page: int) -> tuple[bytes | None, int]:
-        """(key, generation) of a page; the key is None if it has none that can be found."""
-        return self._key[page], int(self._generation[page])
+        """(key, generation) of a READY page; the key of any other is None."""
+        key = self._table.key_of(page) if self._state[page] == READY else None
+        return key, int(self._generation[page])
 
     def parent(self, page: int) -> int | None:
         """The page that a page in use continues; None at the start of a chain."""
@@ -264,6 +277,13 @@ class Index:
     def num_free(self) -> int:
         return self._counts[FREE]
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the index and its policy, beside what single leases and reservations take."""
+        arrays = (self._states, self._all_pins, self._generation)
+        parts = (self._tree, self._table, self._free, self._policy)
+        return sum(array.nbytes for array in arrays) + sum(part.num_bytes for part in parts)
+
     def counts(self) -> Counts:
         free, reserved, ready, quarantined = self._counts
         return Counts(
@@ -272,36 +292,61 @@ class Index:
 
     # Steps that the requests are made of
 
-    def _walk(self, keys: bytes, num_keys: int) -> Iterator[tuple[int, int]]:
-        """(page, state) of the present prefix of the chain, from the root; at most `num_keys` of them."""
-        page_of, parent_of, state_of = self._page_of, self._tree.parent, self._state
-        parent = self._tree.root
-        for at in range(0, num_keys * KEY_BYTES, KEY_BYTES):
-            page = page_of.get(keys[at : at + KEY_BYTES])
-            if page is None or parent_of[page] != parent:
-                return
-            yield page, state_of[page]
-            parent = page
+    def _present(self, keys: bytes, num_keys: int) -> Pages:
+        """The pages of the present prefix of the chain, from the root; at most `num_keys` of them."""
+        find, depth = self._table.find, self._tree.depth
+        view = memoryview(keys)
+        deepest, low, high, at = -1, 0, num_keys, 0
+        while low < high:
+            page = find(view[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+            if page >= 0 and depth[page] == at:
+                deepest, low = page, at + 1
+            else:
+                high = at
+            # Most chains are either unknown or known to their end: after the first key, look at the last.
+            at = high - 1 if at == 0 else (low + high) // 2
+        if deepest < 0:
+            return _NO_PAGES
+        path = self._tree.path(deepest)
+        # In a chain that is none, the keys above the deepest page found need not be those of its pages.
+        return path[: self._table.count_equal(path, _as_keys(view[: len(path) * KEY_BYTES]))]
 
-    def _allocate(self, evicted: list[Evicted]) -> int | None:
-        """A FREE page, made by an eviction if need be; None, at once, when every page is held."""
-        if not self._free:
-            victim = self._policy.victim()
-            if victim is None:
-                return None
-            key = self._forget_key(victim)
-            evicted.append(Evicted(key, int(self._generation[victim]), victim))
-            self._settle(self._free_page(victim))
-        return self._free.pop()
+    def _count_ready(self, pages: Pages) -> int:
+        """How many of `pages` are READY before the first one that is not."""
+        other = self._states[pages] != READY
+        return int(other.argmax()) if other.any() else len(pages)
 
-    def _begin(self, page: int, key: bytes, parent: int) -> None:
-        """Make a FREE page RESERVED for `key`, as a child of `parent`."""
-        self._last_generation += 1
-        self._become(page, RESERVED)
-        self._key[page] = key
-        self._page_of[key] = page
-        self._generation[page] = self._last_generation
-        self._tree.link(page, parent)
+    def _evict(self, number: int) -> EvictedPages | tuple[()]:
+        """Make at least `number` pages FREE, or as many as can be; at once when every page is held."""
+        runs: list[Pages] = []
+        while number > 0:
+            leaf = self._policy.victim()
+            if leaf is None:
+                break
+            chain = self._leaving(leaf, READY, number)
+            run = np.array(chain[: self._policy.count_leaving(chain)], np.int32)
+            self._settle(self._unlink(run))
+            runs.append(run)
+            number -= len(run)
+        if not runs:
+            return ()
+        pages = runs[0] if len(runs) == 1 else np.concatenate(runs)
+        evicted = EvictedPages(self._table.keys_of(pages).tobytes(), self._generation[pages], pages)
+        self._table.remove(pages)
+        self._become(pages, READY, FREE)
+        self._free.extend(pages)
+        return evicted
+
+    def _begin(self, pages: Pages, keys: Keys, parent: int) -> None:
+        """Make FREE pages RESERVED for `keys`, as a run below `parent`."""
+        at_root, is_fork = parent == self._tree.root, self._tree.has_children(parent)
+        self._policy.extend(pages, None if at_root else parent, is_fork, int(keys[0, 0]))
+        self._become(pages, FREE, RESERVED)
+        self._table.add(pages, keys)
+        first = self._last_generation + 1
+        self._last_generation += len(pages)
+        self._generation[pages] = np.arange(first, first + len(pages), dtype=np.uint64)
+        self._tree.link(pages, parent)
 
     def _num_readable(self, writing: _Writing, kept: int) -> int:
         """Leading READY keys of the chain of a reservation whose first `kept` pages are complete.
@@ -310,7 +355,7 @@ class Index:
         them and its first page were being written by others: they are looked at again.
         """
         readable = writing.first + kept
-        page = self._tree.parent[writing.pages[0]]
+        page = self._tree.parent[int(writing.pages[0])]
         for depth in range(writing.first, writing.num_ready, -1):
             if self._state[page] != READY:
                 readable = depth - 1
@@ -322,19 +367,16 @@ class Index:
 
         READY pages become QUARANTINED; a RESERVED page stays so until its writer comes back and finds no key.
         """
-        subtree = self._tree.subtree(top)
-        num_dropped = 0
-        for page in subtree:
-            if self._key[page] is None:
-                continue
-            self._forget_key(page)
-            num_dropped += 1
-            if self._state[page] == READY:
-                self._policy.hide(page)
-                self._become(page, QUARANTINED)
-        for page in reversed(subtree):  # children first, so that a parent finds itself without them
-            self._settle(page)
-        return num_dropped
+        subtree = np.array(self._tree.subtree(top), np.int32)
+        leaves = self._tree.leaves(subtree)
+        known = subtree[self._table.known[subtree]]
+        for leaf in leaves.tolist():
+            self._policy.hide(leaf)
+        self._become(known[self._states[known] == READY], READY, QUARANTINED)
+        self._table.remove(known)
+        for leaf in leaves.tolist():
+            self._settle(leaf)
+        return len(known)
 
     def _settle(self, page: int) -> None:
         """Called when a hold on `page` may have gone: offer it for eviction, or free it and look at its parent."""
@@ -345,22 +387,31 @@ class Index:
                 return
             if state != QUARANTINED:
                 return  # FREE already, or its writer still holds it
-            page = self._free_page(page)
+            run = np.array(self._leaving(page, QUARANTINED, self.num_pages), np.int32)
+            page = self._unlink(run)
+            self._become(run, QUARANTINED, FREE)
+            self._free.extend(run)
 
-    def _free_page(self, page: int) -> int:
-        """Make a page FREE that has no key and no holder. Returns its former parent."""
-        parent = self._tree.unlink(page)
-        self._policy.forget(page, parent if parent != self._tree.root else None)
-        self._become(page, FREE)
-        self._free.append(page)
+    def _leaving(self, leaf: int, state: int, limit: int) -> list[int]:
+        """`leaf`, its parent, and so on: at most `limit` pages of this state that each only the last one holds."""
+        parent_of, next_of, previous_of = self._tree.parent, self._tree.next, self._tree.previous
+        states, pins = self._state, self._pins
+        chain = [leaf]
+        page = leaf
+        while len(chain) < limit and next_of[page] < 0 and previous_of[page] < 0:
+            page = parent_of[page]
+            if pins[page] or states[page] != state:
+                break
+            chain.append(page)
+        return chain
+
+    def _unlink(self, run: Pages) -> int:
+        """Take a run that nothing holds out of the tree, its deepest page first. Returns its former parent."""
+        parent = self._tree.unlink(run)
+        at_root = parent == self._tree.root
+        key = int(self._table.keys_of(run[-1:])[0, 0])
+        self._policy.forget(run, key, None if at_root else parent, not self._tree.has_children(parent))
         return parent
-
-    def _forget_key(self, page: int) -> bytes:
-        key = self._key[page]
-        assert key is not None
-        del self._page_of[key]
-        self._key[page] = None
-        return key
 
     def _pin(self, page: int) -> None:
         self._pins[page] += 1
@@ -371,71 +422,35 @@ class Index:
         self._pins[page] -= 1
         self._settle(page)
 
-    def _become(self, page: int, state: int) -> None:
-        self._counts[self._state[page]] -= 1
-        self._counts[state] += 1
-        self._state[page] = state
+    def _become(self, pages: Pages, before: int, after: int) -> None:
+        self._states[pages] = after
+        self._counts[before] -= len(pages)
+        self._counts[after] += len(pages)
 
     def _new_id(self) -> int:
         self._last_id += 1
         return self._last_id
 
-    # Audit
-
     def check(self) -> None:
         """Check every rule over the whole pool, in O(num_pages). Raises `IndexBroken` saying which one failed."""
-        for problem in self._problems():
+        problems = find_problems(
+            tree=self._tree,
+            table=self._table,
+            policy=self._policy,
+            states=self._states,
+            pins=self._all_pins[:-1],
+            free=self._free.to_array(),
+            counts=self._counts,
+            leases=self._leases.values(),
+            writers=[writing.pages for writing in self._reservations.values()],
+        )
+        for problem in problems:
             raise IndexBroken(problem)
 
-    def _problems(self) -> Iterator[str]:
-        tree, root = self._tree, self._tree.root
-        pins = [0] * self.num_pages
-        for leaf in self._leases.values():
-            pins[leaf] += 1
-        writers = [0] * self.num_pages
-        for writing in self._reservations.values():
-            for page in writing.pages:
-                writers[page] += 1
-        if len(self._free) != len(set(self._free)):
-            yield "a page is twice in the free list"
-        if len(self._page_of) != sum(key is not None for key in self._key):
-            yield "keys and pages are not one to one"
-        free = set(self._free)
-        tally = [0, 0, 0, 0]
-        num_candidates = 0
-        for page in range(self.num_pages):
-            state, key = self._state[page], self._key[page]
-            who = f"page {page} ({STATE_NAMES[state]})"
-            leaf = not tree.has_children(page)
-            tally[state] += 1
-            num_candidates += page in self._policy
-            if (state == FREE) != (page in free) or (state == FREE) == tree.is_linked(page):
-                yield f"{who} disagrees with the free list or the tree"
-            if self._pins[page] != pins[page]:
-                yield f"{who} has {self._pins[page]} pins but {pins[page]} leases end there"
-            if writers[page] != (state == RESERVED):
-                yield f"{who} has {writers[page]} writers"
-            if key is not None and self._page_of.get(key) != page:
-                yield f"{who} is not found by its key"
-            if (page in self._policy) != (state == READY and leaf and not pins[page]):
-                yield f"{who} is wrongly offered for, or kept from, eviction"
-            if state == FREE:
-                if key is not None or pins[page] or not leaf:
-                    yield f"{who} still has a key, a lease or children"
-                continue
-            parent = tree.parent[page]
-            if parent != root and self._state[parent] == FREE:
-                yield f"{who} hangs below the free page {parent}"
-            if key is not None and parent != root and self._key[parent] is None:
-                yield f"{who} can be found although its parent {parent} cannot"
-            if (state == READY and key is None) or (state == QUARANTINED and key is not None):
-                yield f"{who} has a key that does not go with its state"
-            if state == QUARANTINED and leaf and not pins[page]:
-                yield f"{who} is held by nobody and was not freed"
-        if tally != self._counts or sum(tally) != self.num_pages:
-            yield f"pages by state are {tally}, counted as {self._counts}"
-        if num_candidates != len(self._policy):
-            yield f"the policy counts {len(self._policy)} candidates and has {num_candidates}"
+
+def _as_keys(keys: bytes | memoryview) -> Keys:
+    """uint64 `[n, 2]` view of n keys."""
+    return np.frombuffer(keys, "<u8").reshape(-1, 2)
 
 
 def _count_keys(keys: bytes) -> int:

@@ -2,59 +2,137 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
+from typing import Final
 
-_NONE = -1
+import numpy as np
+from numpy.typing import NDArray
+
+_NONE: Final = -1
+
+_STRIDE: Final = 64
+"""Pages between two anchors. A chain of n pages is walked in n / 64 single steps and 64 steps of whole arrays;
+near the square root of the longest chains that engines ask for, 16k pages."""
+
+Pages = NDArray[np.int32]
 
 
 class PageTree:
-    """Parent and child links between pages, as arrays: no object per page, every change O(1).
+    """Parent and child links between pages, as arrays: no object per page, a run of pages changes at once.
 
     Pages are numbers in [0, num_pages); `root` = num_pages stands for the empty prefix. A page is either
     linked below exactly one parent or not linked at all.
+
+    Pages at a depth that is a multiple of 64 are *anchors*. Each page knows the nearest anchor above it, so that
+    the whole chain of a page is found without a step of the interpreter for each of its pages.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.root = num_pages
-        self.parent = array("i", [_NONE]) * (num_pages + 1)
-        self._first = array("i", [_NONE]) * (num_pages + 1)
-        self._next = array("i", [_NONE]) * (num_pages + 1)
-        self._previous = array("i", [_NONE]) * (num_pages + 1)
+        self._parent, self._first, self._next, self._previous, self._depth, self._anchor = (
+            np.full(num_pages + 1, _NONE, np.int32) for _ in range(6)
+        )
+        # Single elements are read through these views: several times faster than indexing an array.
+        self.parent = self._parent.data
+        self.next = self._next.data
+        self.previous = self._previous.data
+        self.depth = self._depth.data
+        self._first_at = self._first.data
+        self._anchor_at = self._anchor.data
 
-    def link(self, page: int, parent: int) -> None:
-        """Hang `page`, which must not be linked, below `parent`."""
-        first = self._first[parent]
-        self.parent[page] = parent
-        self._next[page] = first
+    @property
+    def num_bytes(self) -> int:
+        return 6 * self._parent.nbytes
+
+    def link(self, run: Pages, parent: int) -> None:
+        """Hang `run`, pages that are not linked, each below the one before it and the first below `parent`."""
+        head, first = int(run[0]), self._first_at[parent]
+        self.parent[head] = parent
+        self.next[head] = first
         if first != _NONE:
-            self._previous[first] = page
-        self._first[parent] = page
+            self.previous[first] = head
+        self._first_at[parent] = head
+        self._parent[run[1:]] = run[:-1]
+        self._first[run[:-1]] = run[1:]
+        depth = self.depth[parent] + 1
+        self._depth[run] = np.arange(depth, depth + len(run), dtype=np.int32)
+        above = parent if self.depth[parent] % _STRIDE == 0 else self._anchor_at[parent]
+        anchor = np.arange(depth - 1, depth + len(run) - 1) // _STRIDE * _STRIDE - depth
+        self._anchor[run] = np.where(anchor >= 0, run[np.maximum(anchor, 0)], above)
 
-    def unlink(self, page: int) -> int:
-        """Take `page`, which must have no children, out of the tree. Returns its former parent."""
-        parent, before, after = self.parent[page], self._previous[page], self._next[page]
+    def unlink(self, run: Pages) -> int:
+        """Take `run` out of the tree: a leaf, its parent, and so on upwards, each the only child of the next.
+
+        Returns the former parent of the last one.
+        """
+        top = int(run[-1])
+        parent, before, after = self.parent[top], self.previous[top], self.next[top]
         if before == _NONE:
-            self._first[parent] = after
+            self._first_at[parent] = after
         else:
-            self._next[before] = after
+            self.next[before] = after
         if after != _NONE:
-            self._previous[after] = before
-        self.parent[page] = self._next[page] = self._previous[page] = _NONE
+            self.previous[after] = before
+        self.next[top] = self.previous[top] = _NONE
+        self._parent[run] = _NONE
+        self._first[run] = _NONE
         return parent
+
+    def keep_only(self, kept: NDArray[np.bool_]) -> None:
+        """Take out every page that is not in `kept`, bool `[num_pages]`, which has the parents of all in it."""
+        self._parent[:-1][~kept] = _NONE
+        self._first.fill(_NONE)
+        self._next.fill(_NONE)
+        self._previous.fill(_NONE)
+        pages = np.flatnonzero(kept).astype(np.int32)
+        pages = pages[np.argsort(self._parent[pages], kind="stable")]
+        parents = self._parent[pages]
+        siblings = parents[1:] == parents[:-1]
+        self._next[pages[:-1][siblings]] = pages[1:][siblings]
+        self._previous[pages[1:][siblings]] = pages[:-1][siblings]
+        is_first = np.ones(len(pages), np.bool_)
+        is_first[1:] = ~siblings
+        self._first[parents[is_first]] = pages[is_first]
 
     def is_linked(self, page: int) -> bool:
         return self.parent[page] != _NONE
 
     def has_children(self, page: int) -> bool:
-        return self._first[page] != _NONE
+        return self._first_at[page] != _NONE
 
     def children(self, page: int) -> Iterator[int]:
         """The children of `page`, latest first. The tree must not change during the iteration."""
-        child = self._first[page]
+        child = self._first_at[page]
         while child != _NONE:
             yield child
-            child = self._next[child]
+            child = self.next[child]
+
+    def leaves(self, pages: Pages) -> Pages:
+        """Those of `pages` that have no children."""
+        leaves: Pages = pages[self._first[pages] == _NONE]
+        return leaves
+
+    def path(self, page: int) -> Pages:
+        """The chain that ends at `page`, from its first page on; int32 `[depth + 1]`."""
+        depth = self.depth[page]
+        if depth < 2 * _STRIDE:
+            pages = []
+            while page != self.root:
+                pages.append(page)
+                page = self.parent[page]
+            return np.array(pages[::-1], np.int32)
+        anchors = []
+        anchor = page
+        while anchor != _NONE:
+            anchors.append(anchor)
+            anchor = self._anchor_at[anchor]
+        # Row r: the page r steps above each anchor; the first anchor has nothing above it, `page` comes last.
+        steps = np.empty((_STRIDE, len(anchors)), np.int32)
+        steps[0] = anchors[::-1]
+        for row in range(1, _STRIDE):
+            self._parent.take(steps[row - 1], out=steps[row], mode="wrap")
+        whole = steps[::-1, :-1].T.ravel()[_STRIDE - 1 :]
+        return np.concatenate((whole, steps[: depth + 1 - len(whole), -1][::-1]))
 
     def subtree(self, page: int) -> list[int]:
         """`page` and everything below it, each parent before its children."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Sequence
 
-from mlkv.store.policy.base import Policy
+from mlkv.store.policy.base import Pages, Policy
+from mlkv.store.policy.heap import PageHeap
 
 
 class LRU(Policy):
@@ -14,56 +15,58 @@ class LRU(Policy):
     chain, so only the deepest page is stamped and a page that leaves hands its stamp up to its parent:
     when the parent becomes a leaf, everything below it has left, and its stamp is that of the latest use.
 
-    Candidates wait in a heap by stamp. Hiding a page leaves its entry behind; such an entry is recognised by
-    its stamp when it reaches the top, and the heap is rebuilt when more than half of it is stale.
+    Pages become candidates in another order than that of their use, when a long lease ends for example, so that a
+    list in order of arrival would not do: candidates wait in a heap by stamp.
     """
 
     def __init__(self, num_pages: int) -> None:
         self._clock = 0
-        self._stamp = [0] * num_pages
-        self._candidates: set[int] = set()
-        self._heap: list[tuple[int, int]] = []
+        self._heap = PageHeap(num_pages)
+        self._stamp = self._heap.rank
 
     def touch(self, page: int) -> None:
         self._clock += 1
-        self._stamp[page] = self._clock
-        if page in self._candidates:
-            self._push(page)
+        self._heap.move_down(page, self._clock)
+
+    def extend(self, pages: Pages, parent: int | None, is_fork: bool, key: int) -> None:
+        """New pages count from their commit on."""
 
     def expose(self, page: int) -> None:
-        if page not in self._candidates:
-            self._candidates.add(page)
-            self._push(page)
+        if page not in self._heap:
+            self._heap.add(page)
 
     def hide(self, page: int) -> None:
-        self._candidates.discard(page)
-
-    def forget(self, page: int, parent: int | None) -> None:
-        self._candidates.discard(page)
-        if parent is not None and self._stamp[page] > self._stamp[parent]:
-            self._stamp[parent] = self._stamp[page]
-            if parent in self._candidates:
-                self._push(parent)
-        self._stamp[page] = 0
+        if page in self._heap:
+            self._heap.remove(page)
 
     def victim(self) -> int | None:
-        if not self._candidates:
-            return None
-        while True:
-            stamp, page = self._heap[0]
-            if page in self._candidates and self._stamp[page] == stamp:
-                return page
-            heapq.heappop(self._heap)
+        return self._heap.lowest() if len(self._heap) else None
+
+    def count_leaving(self, run: Sequence[int]) -> int:
+        """A page that leaves hands its stamp up, so its parent is next unless it was used later itself."""
+        stamp = self._stamp
+        latest = stamp[run[0]]
+        for number, page in enumerate(run):
+            if stamp[page] > latest:
+                return number
+        return len(run)
+
+    def forget(self, run: Pages, key: int, parent: int | None, parent_is_leaf: bool) -> None:
+        self.hide(int(run[0]))
+        latest = int(self._heap.ranks[run].max())
+        self._heap.ranks[run] = 0
+        if parent is not None and latest > self._stamp[parent]:
+            self._heap.move_down(parent, latest)
+
+    def clear(self) -> None:
+        self._heap.clear()
 
     def __contains__(self, page: int) -> bool:
-        return page in self._candidates
+        return page in self._heap
 
     def __len__(self) -> int:
-        return len(self._candidates)
+        return len(self._heap)
 
-    def _push(self, page: int) -> None:
-        heapq.heappush(self._heap, (self._stamp[page], page))
-        # At least half of the entries were pushed since the last rebuild, so they pay for this one.
-        if len(self._heap) > 2 * len(self._candidates) + 64:
-            self._heap = [(self._stamp[candidate], candidate) for candidate in self._candidates]
-            heapq.heapify(self._heap)
+    @property
+    def num_bytes(self) -> int:
+        return self._heap.num_bytes
