@@ -6,9 +6,11 @@ Stands alone for engines that bring their own agreement: it knows nothing of oth
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ import torch
 from mlkv.config import MLKVConfig
 from mlkv.errors import DeadlineExceeded
 from mlkv.faults import Fault, FaultPlan
-from mlkv.kernels import LoadTransfer, OffloadTransfer, PageBatch, TransferEngine
+from mlkv.kernels import LoadTransfer, OffloadTransfer, PageBatch, TransferEngine, TransferPath
 from mlkv.layout import KVLayout, KVPool, RankSlice
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,20 @@ class _InFlight:
     refused: str = ""
     released: bool = False
     done_at: float | None = None  # when this rank saw the copy finished, for delayed reports
+
+
+class _PinningProgress:
+    """Says now and then how much of a large host pool is pinned, which takes a second for 12 GB or so."""
+
+    _EVERY_S = 2.0
+
+    def __init__(self) -> None:
+        self._next_at = time.monotonic() + self._EVERY_S
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        if time.monotonic() >= self._next_at:
+            self._next_at = time.monotonic() + self._EVERY_S
+            log.info("pinning the host pool: %.1f of %.1f GiB", done_bytes / (1 << 30), total_bytes / (1 << 30))
 
 
 class Mover:
@@ -88,6 +104,10 @@ class Mover:
             fingerprint=fingerprint,
             writes_identity=rank == 0 if writes_identity is None else writes_identity,
             staging_bytes=int(config.move.staging_bytes),
+            max_tasks=config.move.max_tasks,
+            # `create` refuses what is none of its ways, so the cast hides nothing.
+            transfer=cast(TransferPath, os.environ.get("MLKV_TRANSFER") or config.move.transfer),
+            on_pinned=_PinningProgress() if rank == 0 else None,
         )
         self._loads: deque[_InFlight] = deque()
         self._offloads: deque[_InFlight] = deque()

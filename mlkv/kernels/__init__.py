@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from mlkv.kernels.host_pages import PageBatch
-from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferEngine
+from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferEngine, TransferPath
 
-__all__ = ["LoadTransfer", "OffloadTransfer", "PageBatch", "TransferEngine"]
+__all__ = ["LoadTransfer", "OffloadTransfer", "PageBatch", "TransferEngine", "TransferPath"]

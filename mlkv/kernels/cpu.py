@@ -141,6 +141,8 @@ class _CpuOffload(OffloadTransfer):
                 self._released = True  # the rest is read from staging
             sums = payload_checksums(slices).numpy().view(np.uint64)
             self._host.write_runs(part, runs)
-            self._host.write_headers(self._host.prepare_headers(part), sums if heads else None)
+            self._host.write_identities(part)
+            if heads:
+                self._host.write_sums(part, sums, self._host.sum_bindings(part))
         self._released = True
         self._done = True

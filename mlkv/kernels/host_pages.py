@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from mlkv import page
 from mlkv.errors import ConfigError
-from mlkv.layout import HEADER_IDENTITY_BYTES, KVLayout, RankSlice
+from mlkv.layout import KVLayout, RankSlice
 
 _FEW_PAGES = 8
 """Headers of up to this many pages are looked at one by one, which costs less than arrays of them."""
@@ -55,21 +55,6 @@ class PageBatch:
             raise ValueError("a page batch can only be cut into runs")
         cut = slice(16 * start, 16 * stop)
         return PageBatch(self.indices[start:stop], self.keys[cut], self.parents[cut], self.generations[start:stop])
-
-
-@dataclass(frozen=True)
-class PreparedHeaders:
-    """Parts of headers that do not depend on the payload.
-
-    Attributes:
-        indices: int32 `[n]`, of the pages.
-        bindings: uint64 `[n, num_written_heads]`, see `page.binding`.
-        identities: uint8 `[n, IDENTITY_BYTES]`, None where another rank writes them.
-    """
-
-    indices: npt.NDArray[np.int32]
-    bindings: npt.NDArray[np.uint64]
-    identities: npt.NDArray[np.uint8] | None
 
 
 class HostPages:
@@ -168,37 +153,36 @@ class HostPages:
         promised: npt.NDArray[np.uint64] = table - self._bindings(batch, num_heads)
         return promised
 
-    def prepare_headers(self, batch: PageBatch) -> PreparedHeaders:
-        """What this rank owes to the headers, but for the sums, which are known only when all is copied."""
-        identities = None
-        if self.writes_identity:
-            identities = page.pack_identities(
+    def write_identities(self, batch: PageBatch) -> None:
+        """Write the identities of pages, if that is this rank's job; at any time before their sums.
+
+        A page with the identity of a write and not yet its sums does not verify: sums are bound to their write.
+        """
+        if self.writes_identity and len(batch):
+            self.pages[batch.indices, : page.IDENTITY_BYTES] = page.pack_identities(
                 self.layout,
                 keys=batch.keys,
                 parents=batch.parents,
                 fingerprint=self._fingerprint,
                 generations=batch.generations,
             )
-        bindings = self._bindings(batch, self.rank_slice.num_written_heads)
-        return PreparedHeaders(batch.indices, bindings, identities)
 
-    def write_headers(self, headers: PreparedHeaders, sums: npt.NDArray[np.uint64] | None) -> None:
-        """Write this rank's part of the headers: its heads' checksums, and the identity if that is its job.
+    def sum_bindings(self, batch: PageBatch) -> npt.NDArray[np.uint64]:
+        """What ties the sums of the heads written here to their writes: uint64 `[n, num_written_heads]`."""
+        return self._bindings(batch, self.rank_slice.num_written_heads)
+
+    def write_sums(self, batch: PageBatch, sums: npt.NDArray[np.uint64], bindings: npt.NDArray[np.uint64]) -> None:
+        """Write the checksums of this rank's heads; with them the pages are complete.
 
         Args:
-            sums: uint64 `[n, num_written_heads]`, payload checksums of the bytes written to these pages; None
-                where this rank writes no heads.
+            sums: uint64 `[n, num_written_heads]`, payload checksums of the bytes written to these pages.
+            bindings: of `sum_bindings`.
         """
-        if not len(headers.indices):
-            return
-        if sums is not None:
-            entries = np.ascontiguousarray(sums + headers.bindings)
-            self.pages[headers.indices, self._table(entries.shape[1])] = entries.view(np.uint8)
-        if headers.identities is not None:
-            self.pages[headers.indices, : page.IDENTITY_BYTES] = headers.identities
+        entries = np.ascontiguousarray(sums + bindings)
+        self.pages[batch.indices, self._table(entries.shape[1])] = entries.view(np.uint8)
 
     def _table(self, num_heads: int) -> slice:
-        start = HEADER_IDENTITY_BYTES + 8 * self.rank_slice.head_start
+        start = page.HEADER_IDENTITY_BYTES + 8 * self.rank_slice.head_start
         return slice(start, start + 8 * num_heads)
 
     def _bindings(self, batch: PageBatch, num_heads: int) -> npt.NDArray[np.uint64]:

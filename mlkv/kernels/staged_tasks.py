@@ -13,7 +13,7 @@ import torch
 
 from mlkv.kernels.device import Event, S, Staging, Words
 from mlkv.kernels.direction import Direction
-from mlkv.kernels.host_pages import PageBatch, PreparedHeaders, num_verified
+from mlkv.kernels.host_pages import PageBatch, num_verified
 from mlkv.kernels.staging import PinnedBlock, Segments
 from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferPath
 
@@ -84,7 +84,7 @@ class StagedTask(Generic[S]):
             self._direction.queue_more()
             if self._done_events is None:
                 return False
-        if not self._is_prepared:
+        if not self._is_prepared and self.error is None:
             self._is_prepared = True
             try:
                 self._prepare()
@@ -251,7 +251,7 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
         self._released_event: Event | None = None
         self._released = False
         self._last_copies: dict[int, Event] = {}  # by copy stream
-        self._headers: PreparedHeaders
+        self._bindings: npt.NDArray[np.uint64]
 
     def poll_released(self) -> bool:
         if self._released or self._over:
@@ -279,7 +279,8 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
         return True
 
     def _prepare(self) -> None:
-        self._headers = self._host.prepare_headers(self.pages)
+        self._host.write_identities(self.pages)
+        self._bindings = self._host.sum_bindings(self.pages)
 
     def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
         ring = self._direction.ring
@@ -314,4 +315,5 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
                 return False
 
     def _complete(self) -> None:
-        self._host.write_headers(self._headers, None if self._block is None else self._found_sums())
+        if self._block is not None:  # else this rank has no heads to write
+            self._host.write_sums(self.pages, self._found_sums(), self._bindings)

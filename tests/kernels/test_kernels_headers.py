@@ -66,9 +66,11 @@ def test_headers_of_different_ranks_do_not_overlap() -> None:
     pages = batch([1])
     for rank, part in enumerate((RankSlice(0, 2, 2), RankSlice(2, 1, 1))):
         view = HostPages(host, LAYOUT, part, FINGERPRINT, writes_identity=rank == 1)
-        headers = view.prepare_headers(pages)
-        assert not host[LAYOUT.page_bytes :].any() or rank, "nothing is written ahead"
-        view.write_headers(headers, np.full((1, part.num_written_heads), 10 + rank, np.uint64))
+        view.write_identities(pages)
+        assert not host[LAYOUT.page_bytes :].any() or rank, "an identity is written by one rank only"
+        view.write_sums(
+            pages, np.full((1, part.num_written_heads), 10 + rank, np.uint64), view.sum_bindings(pages)
+        )
     table = page.checksum_table(page_of(host, LAYOUT, 1), LAYOUT)
     expected = [10, 10, 11]
     for head in range(3):

@@ -32,7 +32,7 @@ from mlkv.errors import CacheUsageError, DeadlineExceeded
 from mlkv.kernels.staged import DIRECT_BYTES, DIRECT_PIECE_BYTES, StagedTransferEngine, choose_path
 from mlkv.kernels.staging import StagingRing
 from mlkv.layout import KVLayout, RankSlice
-from mlkv.page import verify_page
+from mlkv.page import checksum_table, verify_page
 
 LAYOUT = gqa("fp16", layers=1, heads=2, dim=16, page_tokens=4)  # runs of 512 bytes
 SMALL = gqa("fp16", layers=1, heads=2, dim=6, page_tokens=4)  # of 192
@@ -218,7 +218,9 @@ def test_slots_are_released_once_gathered_whatever_the_copies_do() -> None:
         stream = kernel_stream if kernel_stream.can_step() else site.device.compute
         stream.step()
     assert not transfer.poll()
-    assert (site.host == POISON).all(), "nothing was copied yet"
+    layout = site.case.pool.layout
+    payloads = site.host.reshape(-1, layout.page_bytes)[:, layout.header_bytes :]
+    assert (payloads == POISON).all(), "nothing was copied yet"
     site.fill_slots(slots, 0)
     site.device.run_until(transfer.poll, site.order)
     for index in range(4):
@@ -248,16 +250,19 @@ def test_a_bad_page_ends_the_good_prefix() -> None:
     assert (load.num_good, load.error) == (1, None)
 
 
-def test_headers_are_written_only_when_the_bytes_are_there() -> None:
+def test_a_page_verifies_only_when_its_bytes_are_there() -> None:
     for seed in range(20):
         site = Site(seed)
         pages = batch([0, 1, 2])
         transfer = site.engine.offload(pages, torch.arange(12))
         while not transfer.poll():
-            header = page_of(site.host, LAYOUT, 0)[: LAYOUT.header_bytes]
-            assert (header == POISON).all()
+            page = page_of(site.host, LAYOUT, 0)
+            assert not verify_page(page, LAYOUT, pages.keys[:16], FINGERPRINT, 7)
+            assert (checksum_table(page, LAYOUT).view(np.uint8) == POISON).all()
             site.device.step_any(site.order)
-        assert verify_page(page_of(site.host, LAYOUT, 2), LAYOUT, pages.keys[32:], FINGERPRINT, 9)
+        for position, index in enumerate((0, 1, 2)):
+            key = pages.keys[16 * position : 16 * position + 16]
+            assert verify_page(page_of(site.host, LAYOUT, index), LAYOUT, key, FINGERPRINT, 7 + position)
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2, 3])
