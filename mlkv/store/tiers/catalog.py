@@ -88,6 +88,7 @@ class Catalog:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         self._inode = os.stat(path).st_ino
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        self._database.text_factory = bytes  # damaged text need not be UTF-8
         try:
             self._prepare()
         except (sqlite3.DatabaseError, CatalogDamaged) as error:
@@ -116,7 +117,7 @@ class Catalog:
         if found != (_APPLICATION_ID, FORMAT_VERSION):
             raise CatalogDamaged(f"application {found[0]:#x} version {found[1]}, not a catalog of this version")
         tables = execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name").fetchall()
-        if tuple(sql for (sql,) in tables) != _TABLES:
+        if [sql for (sql,) in tables] != [table.encode() for table in _TABLES]:
             raise CatalogDamaged("its tables are not those of a catalog")
 
     def is_in_place(self) -> bool:
@@ -191,7 +192,7 @@ class Catalog:
     def load_note(self, name: str) -> bytes | None:
         with self._damage_noted():
             row = self._database.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
-        return None if row is None else bytes(row[0])
+        return row[0] if row is not None and isinstance(row[0], bytes) else None
 
     def store_note(self, name: str, value: bytes) -> None:
         """Returns once the value is on the medium."""

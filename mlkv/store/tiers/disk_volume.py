@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -19,8 +20,10 @@ from mlkv.store.tiers.slab import Slab
 
 log = logging.getLogger(__name__)
 
-_GROWTH_BYTES = 1 << 30
-"""The slab grows by this, so that a large limit costs neither time nor room before it is needed."""
+_MAX_GROWTH_BYTES = 1 << 30
+_GROWTH_STEPS = 16
+"""The slab grows by this part of its limit, so that a large limit costs neither time nor room before it is needed,
+and what another page size has left stays as long as there is room for both."""
 
 _GROWTH_RETRY_S = 60.0
 """A disk that had no room is not asked again before this has passed; meanwhile pages make room for each other."""
@@ -146,11 +149,13 @@ class DiskVolume:
     def _grow(self) -> bool:
         """Make the slab one step larger; False if it has its final size or there is no room now."""
         old_slots = self.slab.num_slots
-        new_slots = min(self.max_slots, old_slots + max(1, _GROWTH_BYTES // self._page_bytes))
+        step = min(self.max_slots // _GROWTH_STEPS, _MAX_GROWTH_BYTES // self._page_bytes)
+        new_slots = min(self.max_slots, old_slots + max(1, step))
         if new_slots <= old_slots or time.monotonic() < self._grow_after:
             return False
         self._remove_leftovers(new_slots)
         try:
+            self._check_room(new_slots)
             self.slab.grow(new_slots)
         except OSError as error:
             if self._grow_after == 0.0:
@@ -167,6 +172,17 @@ class DiskVolume:
         with self.index_lock:
             self.index.grow(new_slots)
         return True
+
+    def _check_room(self, num_slots: int) -> None:
+        """Raise OSError unless the disk has room for so many slots and for the catalog of them.
+
+        A slab that takes the last byte would leave none for the rows of its pages, nor for deleting them.
+        """
+        missing_bytes = (num_slots - self.slab.num_slots) * self._page_bytes
+        missing_bytes += max(0, max_catalog_bytes(num_slots) - self.catalog.size_bytes())
+        disk = os.statvfs(self.slab.path)
+        if disk.f_bavail * disk.f_frsize < missing_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _remove_leftovers(self, num_slots: int) -> None:
         """Make the limit hold for a slab of `num_slots` together with what other page sizes have left."""
