@@ -19,6 +19,10 @@ from mlkv.store.pool import HostPool
 from mlkv.store.tiers.calls import Answer
 from mlkv.store.tiers.runner import TierRunner
 
+MAX_KEYS: Final = 4096
+"""Of one promotion: handling the keys of more would keep the owner from others for milliseconds. A lookup that
+wants more asks again where this one ended."""
+
 MAX_PROMOTIONS: Final = 1024
 """Chains that may be on their way up at once. More are misses: every queue is full already."""
 
@@ -118,9 +122,13 @@ class Promoter:
         return self._by_key.get(key)
 
     def promote(self, keys: bytes, start: int) -> Promotion | None:
-        """Bring up keys[start:] of a chain, as far as the tiers have it. None if none of them can be asked."""
+        """Bring up keys[start:] of a chain, as far as the tiers have it, at most `MAX_KEYS` of them.
+
+        None if none of the tiers can be asked, or none has any.
+        """
         if self._num_promotions >= MAX_PROMOTIONS or not any(runner.is_usable for runner in self._runners):
             return None
+        keys = keys[: (start + MAX_KEYS) * KEY_BYTES]
         promotion = Promotion(keys, start, start, next=start, found=start)
         self._num_promotions += 1
         for key in split_keys(keys, start):

@@ -329,3 +329,13 @@ def test_writes_that_pile_up_are_dropped_and_counted(new_store: NewStore):
         assert report.tiers[0].dropped_writes == 2, "a quarter of the pool waits, and one is being written"
         assert report.tiers[0].queued_pages == 5
     store.check_conservation()
+
+
+def test_chain_longer_than_one_promotion_comes_in_several(new_store: NewStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlkv.store.promotion.MAX_KEYS", 3)
+    tier = LatchTier()
+    store = new_store(64, tier)
+    tier.put("abcdefghij")
+    assert store.find("abcdefghijk") == "abcdefghij"
+    assert tier.num_calls["contains"] == 4
+    store.check_conservation()

@@ -20,6 +20,10 @@ _SLAB = "slab"
 _CATALOG = "catalog.sqlite3"
 
 
+class FolderInUse(TierUnavailable):
+    """Another process has the folder now; it may be about to end."""
+
+
 @dataclass(frozen=True)
 class Leftover:
     """Pages of another size or format version, which lie in the same folder and count against its limit."""
@@ -54,8 +58,8 @@ class DiskFolder:
     def __init__(self, directory: Path, page_bytes: int) -> None:
         """Make the folders and lock them.
 
-        Raises TierUnavailable when that is impossible, or when another process holds the lock: the message names
-        its pid.
+        Raises TierUnavailable when that is impossible, FolderInUse when another process holds the lock: the
+        message names its pid.
         """
         self._directory = directory
         self._shelf = directory / f"{_SHELF}{PAGE_VERSION}.{CATALOG_VERSION}-{page_bytes}"
@@ -109,20 +113,20 @@ def _lock(directory: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_open_at(fd, path):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
         except BlockingIOError:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
             os.close(fd)
-            raise TierUnavailable(
+            raise FolderInUse(
                 f"the disk folder {directory} is in use by process {holder or 'unknown'}; "
                 "give every store on this host its own folder, or share one store (store.name)"
             ) from None
         except BaseException:
             os.close(fd)
             raise
-        if _is_open_at(fd, path):
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-            return fd
         os.close(fd)  # removed between opening and locking: the next to come would lock another file
 
 

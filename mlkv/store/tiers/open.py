@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from mlkv.errors import ConfigError, TierUnavailable
+from mlkv.errors import ConfigError
 from mlkv.store.pool import HostPool
 from mlkv.store.settings import OwnerSettings
 from mlkv.store.tiers.base import Tier
@@ -92,11 +92,13 @@ def _disk(config: DiskConfig, page_bytes: int) -> Tier:
 
 
 def _connect(disk: Tier, pool: HostPool) -> None:
+    from mlkv.store.tiers.disk_folder import FolderInUse
+
     give_up_at = time.monotonic() + _FOLDER_WAIT_S
     while True:
         try:
             disk.connect(pool.buffer)
-        except TierUnavailable:
+        except FolderInUse:
             if time.monotonic() >= give_up_at:
                 raise
             time.sleep(_RETRY_S)
