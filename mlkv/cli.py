@@ -36,6 +36,11 @@ def _add_benchmarks(benchmarks: argparse._SubParsersAction[argparse.ArgumentPars
     disk.add_argument("--directory", type=Path, required=True, metavar="DIR", help="on the disk to measure")
     disk.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
     disk.set_defaults(run=_bench_disk)
+    remote = benchmarks.add_parser("remote", help="a remote store's tier beside the store's own client")
+    remote.add_argument("--url", required=True, help="as store.remote.url; credentials come from the environment")
+    remote.add_argument("--page-bytes", type=int, default=1 << 20, metavar="N", help="size of a page (1048576)")
+    remote.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
+    remote.set_defaults(run=_bench_remote)
 
 
 def _ranks(text: str) -> int:
@@ -61,6 +66,16 @@ def _bench_disk(options: argparse.Namespace) -> int:
     print(disk.report(result))
     if options.json is not None:
         disk.write(result, options.json)
+    return 0
+
+
+def _bench_remote(options: argparse.Namespace) -> int:
+    from mlkv.bench import remote
+
+    result = remote.run(options.url, page_bytes=options.page_bytes)
+    print(remote.report(result))
+    if options.json is not None:
+        remote.write(result, options.json)
     return 0
 
 

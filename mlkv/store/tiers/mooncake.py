@@ -26,6 +26,9 @@ _FORM = "mooncake://HOST:PORT, of its master"
 _PEER_TO_PEER = "P2PHANDSHAKE"
 _CLOSE_S = 5.0
 
+_START_SHARE = 0.8
+"""Of a deadline, for the client process to start and join; so that `connect` ends before it is given up on."""
+
 _HANG_FACTOR = 3
 """A client that is silent for so many deadlines is killed. Killing it loses the memory that this host lends to the
 store, so calls that a dead peer holds up, for 4 s in 0.3.13, get their time."""
@@ -133,7 +136,7 @@ class MooncakeTier(Tier):
                 process.kill()
                 raise TierUnavailable(f"{self._cluster}: this tier was closed")
         # A client that runs finds back to a master that was restarted, and keeps what this host lends.
-        self._raise_for(process.order(Order("exist", [self._names.note("connected")]), self.deadline_s).codes)
+        self._raise_for(self._order("exist", [self._names.note("connected")]).codes)
 
     def contains(self, keys: Sequence[bytes]) -> int:
         codes = self._order("exist", [self._names.page(key) for key in keys]).codes
@@ -205,7 +208,7 @@ class MooncakeTier(Tier):
                 segment_bytes=self._cluster.segment_bytes,
                 pool_offset=mapped.offset,
                 pool_bytes=len(pool),
-                deadline_s=self.deadline_s,
+                deadline_s=_START_SHARE * self.deadline_s,
             )
             self._pool_address, self._pool_bytes = address_of(pool), len(pool)
             return MooncakeProcess(setup, mapped.fd, self.concurrency)

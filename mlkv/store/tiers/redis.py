@@ -22,6 +22,7 @@ from mlkv.store.tiers.resp import Link, Reply, ReplyError, Server, import_client
 
 _FORM = "redis://HOST[:PORT][/DATABASE], or rediss:// for TLS"
 _PASSWORD_VARIABLES = ("REDISCLI_AUTH", "VALKEYCLI_AUTH")
+_DEADLINE_SHARE = 0.95  # so that a call gives up before it is given up on, and its pages are free again at once
 _KEYS_PER_COMMAND = 512
 _SCAN_COUNT = b"1000"
 _WINDOW_BYTES = 32 << 20
@@ -211,7 +212,7 @@ class RedisTier(Tier):
     @contextlib.contextmanager
     def _link(self) -> Iterator[Link]:
         """A connection for one call. All trouble with it comes out as TierUnavailable."""
-        deadline = time.monotonic() + self.deadline_s
+        deadline = time.monotonic() + _DEADLINE_SHARE * self.deadline_s
         link = None
         try:
             link = self._take(deadline)

@@ -24,7 +24,7 @@ _FORM = "s3://BUCKET[/PREFIX], with the endpoint as a setting of its own"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
-_MAX_REQUESTS = 16
+MAX_REQUESTS = 16
 """Requests at once, of all calls together. Object stores answer in milliseconds and scale with connections."""
 
 _FIRST_PROBES = 4
@@ -85,7 +85,7 @@ class S3Tier(Tier):
         self._obstore = _client()
         self._store: Any = None
         # Threads, since the client's asynchronous calls may abort the interpreter while it ends (obstore 0.12).
-        self._requests = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="mlkv-s3")
+        self._requests = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="mlkv-s3")
 
     @classmethod
     def from_url(
@@ -149,7 +149,7 @@ class S3Tier(Tier):
                 if not present:
                     return found
                 found += 1
-            at, size = at + size, _MAX_REQUESTS
+            at, size = at + size, MAX_REQUESTS
         return found
 
     def read(self, keys: Sequence[bytes], pages: WritablePages) -> NDArray[np.bool_]:
