@@ -91,11 +91,14 @@ class Catalog:
         self._database.text_factory = bytes  # damaged text need not be UTF-8
         try:
             self._prepare()
-        except (sqlite3.DatabaseError, CatalogDamaged) as error:
+        except sqlite3.DatabaseError as error:
             self._database.close()
             if isinstance(error, sqlite3.OperationalError) and not _is_damage_at_start(error):
                 raise
-            raise CatalogDamaged(f"{path}: {error}") from error
+            raise CatalogDamaged(str(error)) from error
+        except BaseException:
+            self._database.close()
+            raise
 
     def _prepare(self) -> None:
         execute = self._database.execute
@@ -207,8 +210,8 @@ class Catalog:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._damage_noted():
-            self._database.execute("BEGIN IMMEDIATE")
             try:
+                self._database.execute("BEGIN IMMEDIATE")
                 yield
                 self._database.execute("COMMIT")
             except BaseException:

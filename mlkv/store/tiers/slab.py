@@ -78,11 +78,16 @@ class Slab:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise TierUnavailable(f"cannot open the slab {path}: {error.strerror}") from error
-        self._direct_fd = _open_direct(path)
+        self._direct_fd = -1
+        try:
+            self.num_slots = os.fstat(self._fd).st_size // page_bytes
+            self._direct_fd = _open_direct(path)
+        except BaseException:
+            os.close(self._fd)
+            raise
         self.is_direct = self._direct_fd >= 0
         if not self.is_direct:
             log.warning("%s: no O_DIRECT here; pages pass through the page cache, which costs CPU time", path)
-        self.num_slots = os.fstat(self._fd).st_size // page_bytes
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="mlkv-disk")
 
