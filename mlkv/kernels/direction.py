@@ -90,6 +90,11 @@ class Direction(Generic[S]):
         assert self._ring is not None, "a rank that moves no bytes has no staging"
         return self._ring
 
+    @property
+    def has_worker(self) -> bool:
+        """Whether tasks are queued by a thread of ours, and not by whoever submits or polls them."""
+        return self._worker is not None
+
     def has_room(self) -> bool:
         """Whether one more task may be in flight."""
         if len(self._in_flight) >= self._max_tasks:

@@ -30,7 +30,7 @@ SEGMENT_BYTES = 16 << 20
 """Wanted size of a segment of staging. The first of an offload is gathered alone, 10 us of an H200, before copies
 can begin; and a load of a few of them ends with the scatter of one."""
 
-CHUNKS_AHEAD = 48
+CHUNKS_AHEAD = 24
 """Chunks queued on the device at once, of up to `staged_tasks.CHUNK_SEGMENTS` segments: 3 GiB or 55 ms of a link
 of 55 GB/s, more than most engine steps last. Their few hundred operations are well below the about 1000 that the
 driver lets wait on a stream before it makes the caller wait."""
@@ -106,13 +106,15 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
         self._closed = False
 
     def load(self, pages: PageBatch, slots: torch.Tensor) -> LoadTransfer:
-        task = StagedLoad(self._loads, pages)
-        self._submit(task, slots, lowest=-1)
+        self._check(pages, slots, lowest=-1)
+        task = StagedLoad(self._loads, pages, slots)
+        self._submit(task, self._loads)
         return task
 
     def offload(self, pages: PageBatch, slots: torch.Tensor) -> OffloadTransfer:
-        task = StagedOffload(self._offloads, pages)
-        self._submit(task, slots, lowest=0)
+        self._check(pages, slots, lowest=0)
+        task = StagedOffload(self._offloads, pages, slots)
+        self._submit(task, self._offloads)
         return task
 
     def close(self, deadline_s: float) -> None:
@@ -124,11 +126,12 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
         self._device.close()
         self._closed = True
 
-    def _submit(self, task: StagedTask[S], slots: torch.Tensor, lowest: int) -> None:
+    def _check(self, pages: PageBatch, slots: torch.Tensor, lowest: int) -> None:
         if self._closed:
             raise CacheUsageError("the transfer engine is closed")
-        self._check(task.pages, slots, lowest)
-        direction = self._loads if isinstance(task, StagedLoad) else self._offloads
+        super()._check(pages, slots, lowest)
+
+    def _submit(self, task: StagedTask[S], direction: Direction[S]) -> None:
         if not len(task.pages) or not direction.run_bytes:
             task.finish_empty()
             return
@@ -136,7 +139,6 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
             task.refuse(f"refused: {self._max_tasks} transfers of this direction are in flight")
             return
         caller = self._device.current_stream()
-        task.take_slots(slots)
         is_idle = self._device.is_idle(caller)
         task.path = self._transfer
         if task.path == "auto":
@@ -145,4 +147,8 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
             )
         # What the caller queued from now on is not waited for; if all of it before is over, nothing is.
         task.after = None if is_idle else self._device.record(caller)
+        if direction.has_worker:
+            task.keep_slots()
         direction.submit(task)
+        if task.error is None:  # it may stand behind others, and not have begun
+            task.keep_slots()

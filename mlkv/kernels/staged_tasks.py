@@ -17,7 +17,7 @@ from mlkv.kernels.host_pages import PageBatch, num_verified
 from mlkv.kernels.staging import PinnedBlock, Segments
 from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferPath
 
-CHUNK_SEGMENTS = 4
+CHUNK_SEGMENTS = 8
 """Segments that one batch of copies takes at most: fewer, larger chunks cost the caller less time."""
 
 
@@ -27,10 +27,12 @@ class StagedTask(Generic[S]):
     num_heads: int  # moved by this rank
     kernel: Callable[[int, Words, Staging | Words, Words, int], None]
 
-    def __init__(self, direction: Direction[S], pages: PageBatch) -> None:
+    def __init__(self, direction: Direction[S], pages: PageBatch, slots: torch.Tensor) -> None:
         self._pool, self._host, self._device = direction.pool, direction.host, direction.device
         self._direction = direction
         self.pages = pages
+        self._paged = self._host.run_addresses(pages)
+        self._callers_slots: torch.Tensor | None = slots  # until `keep_slots`
         self.path: TransferPath = "staged"
         self.after: Event | None = None  # what the caller had queued, if that was not over
         self.error: str | None = None
@@ -56,8 +58,11 @@ class StagedTask(Generic[S]):
     def run(self) -> None:
         self.queue(lambda: True)
 
-    def take_slots(self, slots: torch.Tensor) -> None:
-        """Keep the slots, which the caller may change, and make room for addresses and sums."""
+    def keep_slots(self) -> None:
+        """Keep the slots, which the caller may change later, and make room for addresses and sums. Idempotent."""
+        slots, self._callers_slots = self._callers_slots, None
+        if slots is None:
+            return
         num_pages, num_slots = len(self.pages), slots.numel()
         num_sums = num_pages * self.num_heads * self._device.kernels.num_parts
         self._block = block = self._direction.pinned.take(num_slots + num_pages + num_sums + 2)
@@ -70,8 +75,7 @@ class StagedTask(Generic[S]):
             self._slots = block.words.part(0, num_slots)
         else:
             self._slots = Words(slots.clone())
-        self._paged = block.array[addresses : addresses + num_pages]
-        self._paged[:] = self._host.run_addresses(self.pages)
+        block.array[addresses : addresses + num_pages] = self._paged
         self._paged_words = block.words.part(addresses, num_pages)
         self._sums = block.words.part(sums, num_sums)
         sum_parts = block.array[sums : sums + num_sums].view(np.uint64)
@@ -126,7 +130,7 @@ class StagedTask(Generic[S]):
             # Only now, and with it the slots on the device: kernels that were queued had read them until here.
             self._direction.pinned.give(self._block)
             self._block = None
-            del self._slots, self._paged, self._paged_words, self._sums, self._sum_parts
+            del self._slots, self._paged_words, self._sums, self._sum_parts
         self._direction.is_over(self)
 
     def _found_sums(self) -> npt.NDArray[np.uint64]:
@@ -154,6 +158,7 @@ class StagedTask(Generic[S]):
             self._device.wait(self._direction.kernel_stream, self.after)
 
     def _queue_direct(self) -> Event:
+        self.keep_slots()
         self._join_caller()
         return self._launch(0, len(self.pages), self._paged_words)
 
@@ -190,8 +195,8 @@ class StagedTask(Generic[S]):
 class StagedLoad(StagedTask[S], LoadTransfer):
     """See `LoadTransfer`."""
 
-    def __init__(self, direction: Direction[S], pages: PageBatch) -> None:
-        super().__init__(direction, pages)
+    def __init__(self, direction: Direction[S], pages: PageBatch, slots: torch.Tensor) -> None:
+        super().__init__(direction, pages, slots)
         self.num_heads = self._host.rank_slice.num_heads
         self.kernel = self._device.kernels.scatter
         self.num_good = 0
@@ -219,9 +224,11 @@ class StagedLoad(StagedTask[S], LoadTransfer):
         num_segments = -(-len(self.pages) // ring.pages_per_segment)
         most = min(CHUNK_SEGMENTS, -(-num_segments // 8), max(1, ring.num_segments // 2))
         while True:
-            segments = ring.take(most)
+            # The first copy is small and comes before everything else, so that the link is busy early.
+            segments = ring.take(most if self._num_queued else 1)
             copied, _ = self._copy(segments, segments.busy, to_host=False)
-            if not self._num_queued:  # only now, so that the first copy is on its way as early as can be
+            if not self._num_queued:
+                self.keep_slots()
                 self._upload_slots()
                 self._join_caller()
             self._device.wait(self._direction.kernel_stream, copied)
@@ -244,8 +251,8 @@ class StagedLoad(StagedTask[S], LoadTransfer):
 class StagedOffload(StagedTask[S], OffloadTransfer):
     """See `OffloadTransfer`."""
 
-    def __init__(self, direction: Direction[S], pages: PageBatch) -> None:
-        super().__init__(direction, pages)
+    def __init__(self, direction: Direction[S], pages: PageBatch, slots: torch.Tensor) -> None:
+        super().__init__(direction, pages, slots)
         self.num_heads = self._host.rank_slice.num_written_heads
         self.kernel = self._device.kernels.gather
         self._released_event: Event | None = None
@@ -285,6 +292,7 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
     def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
         ring = self._direction.ring
         if not self._num_queued:
+            self.keep_slots()
             self._join_caller()
         while True:
             # One segment first, so that copies begin; then all that there is room for by one kernel, so that slots
