@@ -10,7 +10,10 @@ from mlkv.errors import RankLost
 
 
 class Decider(Protocol):
-    """The deciding half of the protocol, as a channel uses it. Its messages are opaque to channels."""
+    """The deciding half of the protocol, as a channel uses it. Its messages are opaque to channels.
+
+    `note` is called by the thread that steps. `decide` and `refuse` may be called by another, once a step, in order.
+    """
 
     def note(self) -> bytes:
         """What only the master knows, for this step. Called once a step, on the master only; never raises."""

@@ -14,7 +14,9 @@ from __future__ import annotations
 import datetime
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,26 +39,11 @@ _REPORT_WORDS = REPORT_BYTES // 8
 _CLOSE_DEADLINE_S = 2.0
 
 
-class TensorExchange:
-    """One all-gather per step among the leaders of teams of ranks. Not thread-safe.
+class _Rows:
+    """The rows of all participants: written, gathered and read one step after the other. Not thread-safe."""
 
-    Args:
-        teams: the group ranks of the replica that each participant speaks for; together all of them. The first
-            rank of a team takes part for it; that of the first team is the master.
-        late: return in each step what the step before exchanged, and let the exchange of this step go on.
-    """
-
-    def __init__(self, replica: Replica, teams: Sequence[Sequence[int]], *, late: bool) -> None:
-        leaders = [team[0] for team in teams]
-        self._replica = replica
-        self._teams = teams
-        self._own = own = leaders.index(replica.rank)
-        # A group of its own, because an exchange may be under way while the replica's group is used. Not made by
-        # `dist.new_group`: its names count the groups that a rank is in, which may differ between leaders.
-        store = PrefixStore(f"{replica.unique_name('tensor')}/", _get_default_store())
-        timeout = datetime.timedelta(seconds=replica.deadline_s)
-        self._group: Any = dist.ProcessGroupGloo(store, own, len(leaders), timeout)
-        self._late = late
+    def __init__(self, group: Any, teams: Sequence[Sequence[int]], own: int, num_ranks: int) -> None:
+        self._group, self._teams, self._own = group, teams, own
         self._note_at = _HEAD_WORDS + max(map(len, teams)) * _REPORT_WORDS
         words = self._note_at + NOTE_ROOM_BYTES // 8
         row, rows = np.zeros(words, np.int64), np.zeros((len(teams), words), np.int64)
@@ -64,51 +51,31 @@ class TensorExchange:
         self._row, self._rows = row.data, rows.reshape(-1).data
         self._row_bytes, self._rows_bytes = self._row.cast("B"), self._rows.cast("B")
         self._row_starts = range(0, len(teams) * words, words)
-        self._report_starts = [0] * replica.size  # in bytes, by group rank
+        self._report_starts = [0] * num_ranks  # in bytes, by group rank
         for start, team in zip(self._row_starts, teams, strict=True):
             for place, rank in enumerate(team):
                 self._report_starts[rank] = 8 * (start + _HEAD_WORDS) + place * REPORT_BYTES
         self._packed = b""
         self._note = b""
-        self._verdicts = Verdicts(replica, leaders)
-        self._suspect = leaders[1 if own == 0 else 0]  # who it was a collective does not tell; see Verdicts
-        # Called once a step with the same tensors, so they are made once.
-        source, targets = [torch.from_numpy(row)], [[torch.from_numpy(each) for each in rows]]
+        # Gathered once a step with the same tensors, so they are made once.
+        self._source, self._targets = [torch.from_numpy(row)], [[torch.from_numpy(each) for each in rows]]
 
-        def gather() -> Any:
-            return self._group.allgather(targets, source)
-
-        self._gather: _Inline | _Behind = _Behind(gather) if late else _Inline(gather)
-
-    def exchange(self, step: int, reports: Sequence[bytes], decider: Decider) -> bytes:
-        """Bring the reports of this team to all, return the message of this step (or of the last, if late)."""
-        if not self._late:
-            self._start(step, reports, decider)
-            return self._finish(step, decider)
-        message = self._finish(step - 1, decider) if step > 1 else b""
-        self._start(step, reports, decider)
-        return message
-
-    def post(self, lost: RankLost) -> None:
-        self._verdicts.post(lost)
-
-    def close(self) -> None:
-        self._gather.close(_CLOSE_DEADLINE_S)
-        self._verdicts.close()
-
-    def _start(self, step: int, reports: Sequence[bytes], decider: Decider) -> None:
-        self._note = note = decider.note() if self._own == 0 else b""
+    def write(self, step: int, packed: bytes, note: bytes) -> None:
+        """Fill this participant's row. `packed`: the reports of its team."""
+        self._note = note
         self._row[0], self._row[1] = step, len(note)
-        packed = reports[0] if len(reports) == 1 else b"".join(reports)
         if packed != self._packed:
             self._packed = packed
             self._row_bytes[8 * _HEAD_WORDS : 8 * _HEAD_WORDS + len(packed)] = packed
         if 0 < len(note) <= NOTE_ROOM_BYTES:
             self._row_bytes[8 * self._note_at : 8 * self._note_at + len(note)] = note
-        self._gather.start()
 
-    def _finish(self, step: int, decider: Decider) -> bytes:
-        self._wait(step, self._gather, "its words")
+    def gather(self) -> Any:
+        """Start the all-gather; to be waited for."""
+        return self._group.allgather(self._targets, self._source)
+
+    def message(self, step: int, decider: Decider, complete: Callable[[Any], None]) -> bytes:
+        """What follows from the gathered rows. `complete` waits for a collective: the second message, if any."""
         rows, rows_bytes = self._rows, self._rows_bytes
         for index, start in enumerate(self._row_starts):
             if rows[start] != step:
@@ -121,102 +88,139 @@ class TensorExchange:
         if note_bytes <= NOTE_ROOM_BYTES:
             note = bytes(rows_bytes[8 * self._note_at : 8 * self._note_at + note_bytes])
         else:
-            note = self._fetch_note(step, note_bytes)
+            note = self._fetch_note(note_bytes, complete)
         return decider.decide(step, reports, note)
 
-    def _fetch_note(self, step: int, note_bytes: int) -> bytes:
-        """The second message of a step."""
+    def _fetch_note(self, note_bytes: int, complete: Callable[[Any], None]) -> bytes:
         words = np.zeros(-(-note_bytes // 8), np.int64)
         if self._own == 0:
             words.view(np.uint8)[:note_bytes] = np.frombuffer(self._note, np.uint8)
-        tensor = torch.from_numpy(words)
-
-        message = _Inline(lambda: self._group.broadcast(tensor, 0))
-        message.start()
-        self._wait(step, message, "the rest of its facts")
+        complete(self._group.broadcast(torch.from_numpy(words), 0))
         return words.tobytes()[:note_bytes]
 
-    def _wait(self, step: int, gather: _Inline | _Behind, what: str) -> None:
-        patience = Patience(self._verdicts.patience_s)
+
+class TensorExchange:
+    """One all-gather per step among the leaders of teams of ranks. Not thread-safe.
+
+    Args:
+        teams: the group ranks of the replica that each participant speaks for; together all of them. The first
+            rank of a team takes part for it; that of the first team is the master.
+        late: return in each step what the step before exchanged, and let the exchange of this step go on.
+    """
+
+    def __init__(self, replica: Replica, teams: Sequence[Sequence[int]], *, late: bool) -> None:
+        leaders = [team[0] for team in teams]
+        own = leaders.index(replica.rank)
+        self._has_note = own == 0
+        # A group of its own, because an exchange may be under way while the replica's group is used. Not made by
+        # `dist.new_group`: its names count the groups that a rank is in, which may differ between leaders.
+        store = PrefixStore(f"{replica.unique_name('tensor')}/", _get_default_store())
+        timeout = datetime.timedelta(seconds=replica.deadline_s)
+        group = dist.ProcessGroupGloo(store, own, len(leaders), timeout)
+        self._rows = _Rows(group, teams, own, replica.size)
+        self._behind = _Behind(self._rows) if late else None
+        self._verdicts = Verdicts(replica, leaders)
+        self._suspect = leaders[1 if own == 0 else 0]  # who it was a collective does not tell; see Verdicts
+
+    def exchange(self, step: int, reports: Sequence[bytes], decider: Decider) -> bytes:
+        """Bring the reports of this team to all, return the message of this step (or of the last, if late)."""
+        packed = reports[0] if len(reports) == 1 else b"".join(reports)
+        if self._behind is None:
+            self._rows.write(step, packed, decider.note() if self._has_note else b"")
+            complete = partial(self._complete, step)
+            complete(self._rows.gather())
+            return self._rows.message(step, decider, complete)
+        message = self._result(step - 1, self._behind) if step > 1 else b""
+        self._behind.start(step, packed, decider.note() if self._has_note else b"", decider)
+        return message
+
+    def post(self, lost: RankLost) -> None:
+        self._verdicts.post(lost)
+
+    def close(self) -> None:
+        if self._behind is not None:
+            self._behind.close(_CLOSE_DEADLINE_S)
+        self._verdicts.close()
+
+    def _complete(self, step: int, work: Any) -> None:
+        """Wait for a collective, watching the others meanwhile."""
+        start = time.monotonic()
+        self._wait(step, work.is_completed)
         try:
-            while not gather.is_done():
-                if patience.pause():
-                    lost = self._verdicts.look(step, self._suspect)
-                    if lost is not None and not gather.is_done():
-                        raise lost
-                    if patience.expired:
-                        why = f"waited {patience.waited_s:.1f} s for {what}"
-                        raise self._verdicts.conclude(step, self._suspect, why, patience.waited_s)
-            gather.result()
+            work.wait()
         except RuntimeError as error:
-            why = f"a connection broke while waiting for {what} ({error})"
-            raise self._verdicts.conclude(step, self._suspect, why, patience.waited_s) from error
+            raise self._broken(step, error, time.monotonic() - start) from error
 
+    def _result(self, step: int, behind: _Behind) -> bytes:
+        """The message of `step`, which has been under way since then."""
+        waited_s = 0.0
+        if not behind.is_done():
+            start = time.monotonic()
+            self._wait(step, behind.is_done)
+            waited_s = time.monotonic() - start
+        result = behind.take()
+        if isinstance(result, bytes):
+            return result
+        raise self._broken(step, result, waited_s) from result
 
-class _Inline:
-    """Starts the collective on the calling thread."""
+    def _wait(self, step: int, is_done: Callable[[], bool]) -> None:
+        patience = Patience(self._verdicts.patience_s)
+        while not is_done():
+            if patience.pause():
+                lost = self._verdicts.look(step, self._suspect)
+                if lost is not None and not is_done():
+                    raise lost
+                if patience.expired:
+                    why = f"waited {patience.waited_s:.1f} s for its words"
+                    raise self._verdicts.conclude(step, self._suspect, why, patience.waited_s)
 
-    def __init__(self, launch: Callable[[], Any]) -> None:
-        self._launch = launch
-        self._work: Any = None
-
-    def start(self) -> None:
-        self._work = self._launch()
-
-    def is_done(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def result(self) -> None:
-        """Raises RuntimeError when the collective failed."""
-        self._work.wait()
-
-    def close(self, deadline_s: float) -> None:
-        """Nothing runs between two steps."""
+    def _broken(self, step: int, error: Exception, waited_s: float) -> Exception:
+        if not isinstance(error, RuntimeError):
+            return error
+        why = f"a connection broke while waiting for its words ({error})"
+        return self._verdicts.conclude(step, self._suspect, why, waited_s)
 
 
 class _Behind:
-    """Starts and awaits the collective on a thread of its own.
+    """Exchanges and decides on a thread of its own.
 
-    Starting one costs 40 to 90 us of the calling thread and handing it over costs a few; the thread waits inside
-    Gloo, without the interpreter lock. At most one is under way, which bounds both queues.
+    Starting a collective costs 40 to 90 us of the calling thread, reading what it brought ten more; handing over
+    and taking back cost a few. The thread waits inside Gloo, without the interpreter lock. At most one exchange is
+    under way, which bounds both queues.
     """
 
-    def __init__(self, launch: Callable[[], Any]) -> None:
-        self._launch = launch
-        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
-        self._failure: RuntimeError | None = None
-        self._running = False
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
+        self._orders: queue.SimpleQueue[tuple[int, bytes, bytes, Decider] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mlkv-agree", daemon=True)
         self._thread.start()
 
-    def start(self) -> None:
-        self._running = True
-        self._orders.put(True)
+    def start(self, step: int, packed: bytes, note: bytes, decider: Decider) -> None:
+        self._orders.put((step, packed, note, decider))
 
     def is_done(self) -> bool:
-        if self._running and not self._results.empty():
-            self._failure = self._results.get_nowait()
-            self._running = False
-        return not self._running
+        return not self._results.empty()
 
-    def result(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def take(self) -> bytes | Exception:
+        """The message, or why there is none. Only when `is_done`."""
+        return self._results.get_nowait()
 
     def close(self, deadline_s: float) -> None:
         """The last exchange ends when all ranks have begun it; one that cannot is left to its own deadline."""
-        self._orders.put(False)
+        self._orders.put(None)
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
-        while self._orders.get():
+        while (order := self._orders.get()) is not None:
+            step, packed, note, decider = order
             try:
-                self._launch().wait()
-            except RuntimeError as error:
-                self._results.put(error)
-            else:
-                self._results.put(None)
+                self._rows.write(step, packed, note)
+                self._rows.gather().wait()
+                result: bytes | Exception = self._rows.message(step, decider, lambda work: work.wait())
+            except Exception as error:  # whatever it is, the thread that steps waits for a result
+                result = error
+            self._results.put(result)
 
 
 class TensorChannel(Channel):
