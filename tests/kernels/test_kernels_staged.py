@@ -515,6 +515,24 @@ def test_close_fails_what_was_not_queued_yet() -> None:
     assert (page_of(site.host, LAYOUT, 1) == POISON).all()
 
 
+@pytest.mark.parametrize("kind", ["load", "offload"])
+def test_slots_may_change_also_while_the_transfer_waits_behind_a_large_one(kind: str) -> None:
+    site = Site(chunks_ahead=1)
+    site.store([0, 1, 2, 3], torch.arange(16))
+    start = site.engine.load if kind == "load" else site.engine.offload
+    expected = reference_page(site.case.pool, [12, 13, 14, 15], 2)
+    large = start(batch([0, 1, 2]) if kind == "load" else batch([4, 5, 6]), torch.arange(12))
+    slots = torch.arange(40, 44) if kind == "load" else torch.arange(12, 16)
+    waiting = start(batch([3]) if kind == "load" else batch([7]), slots)
+    slots.fill_(60)
+    site.device.run_until(lambda: large.poll() and waiting.poll(), site.order)
+    assert (large.error, waiting.error) == (None, None)
+    if kind == "load":
+        np.testing.assert_array_equal(reference_page(site.case.pool, [40, 41, 42, 43], 2), expected)
+    else:
+        np.testing.assert_array_equal(site.payload(7), expected)
+
+
 def test_slots_may_change_once_submitted() -> None:
     site = Site()
     slots = torch.arange(4)
