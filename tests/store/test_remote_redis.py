@@ -55,6 +55,7 @@ def answering(*answers: bytes) -> Iterator[int]:
         ("redis://cache", "redis://cache:6379/0"),
         ("redis://10.0.0.7/", "redis://10.0.0.7:6379/0"),
         ("rediss://cache:7000/1", "rediss://cache:7000/1"),
+        ("redis://[::1]:7000", "redis://[::1]:7000/0"),
     ],
 )
 def test_urls_name_host_port_and_database(url: str, text: str) -> None:
@@ -84,9 +85,21 @@ def test_malformed_urls_are_refused_with_the_right_form(url: str) -> None:
         RedisTier.from_url(url, PAGE_BYTES)
 
 
-def test_credentials_in_the_url_are_refused_without_being_repeated() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://user:{SECRET}@cache/0",
+        f"redis://:{SECRET}@cache",
+        f"redis://user:{SECRET}/x@cache",
+        f"redis://cache:{SECRET}",
+        f"redis://cache/0?password={SECRET}",
+        f"redis://cache/0#{SECRET}",
+        f"{SECRET}@cache",
+    ],
+)
+def test_credentials_in_the_url_are_refused_without_being_repeated(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        RedisTier.from_url(f"redis://user:{SECRET}@cache/0", PAGE_BYTES)
+        RedisTier.from_url(url, PAGE_BYTES)
     assert SECRET not in str(caught.value)
 
 

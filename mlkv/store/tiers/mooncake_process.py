@@ -91,14 +91,15 @@ class MooncakeProcess:
         try:
             channel.send_bytes(message)
             if channel.poll(max(0.0, give_up_at - time.monotonic())):
-                outcome = wire.decode_outcome(channel.recv_bytes())
-                self._channels.put(channel)
-                return outcome
+                return wire.decode_outcome(channel.recv_bytes())
         except (OSError, EOFError):
             self.kill()
             raise TierUnavailable(
                 f"{self._where}: its client process has ended ({_how_ended(self._process.returncode)})"
             ) from None
+        finally:
+            # Also when it is of no more use: whoever waits for one learns from it that the process is gone.
+            self._channels.put(channel)
         self.kill()
         raise TierUnavailable(
             f"{self._where}: its client process {complaint} within {deadline_s:g} s; it was ended"

@@ -59,24 +59,25 @@ def check_note(value: bytes) -> None:
 def split_url(url: str, schemes: tuple[str, ...], form: str) -> SplitResult:
     """The parts of a remote store's URL. `form` says in messages how it should look.
 
-    Raises ConfigError when it is malformed or carries credentials; the message does not repeat these.
+    Raises ConfigError when it is malformed or carries credentials. The message does not repeat what it cannot
+    read: that may be a password in the wrong place.
     """
+    if "@" in url:
+        raise ConfigError(
+            "the URL of a remote store must not carry credentials, since URLs are printed: give them as settings "
+            f"or in the engine's environment variables; expected {form}"
+        )
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"the URL of a remote store is malformed ({error}); expected {form}") from None
-    if "@" in parts.netloc:
-        raise ConfigError(
-            "the URL of a remote store must not carry credentials: URLs are printed. "
-            f"Give them as settings or in the engine's environment variables; expected {form}"
-        )
-    if parts.scheme not in schemes or not parts.hostname:
-        raise ConfigError(f"{url!r} is not the URL of such a store; expected {form}")
+    except ValueError:
+        raise ConfigError(f"the URL of a remote store has a malformed host or port; expected {form}") from None
+    if parts.scheme not in schemes or not parts.hostname or port == 0:
+        raise ConfigError(f"the URL of a remote store names no such store; expected {form}")
     if parts.query or parts.fragment:
-        raise ConfigError(f"{url!r}: options are settings of their own, not part of the URL; expected {form}")
-    if port == 0:
-        raise ConfigError(f"{url!r}: there is no port 0; expected {form}")
+        raise ConfigError(
+            f"the URL of a remote store has no options, these are settings of their own; expected {form}"
+        )
     return parts
 
 

@@ -46,7 +46,8 @@ class Server:
     password: SecretStr | None = None
 
     def __str__(self) -> str:
-        return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}/{self.database}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'rediss' if self.tls else 'redis'}://{host}:{self.port}/{self.database}"
 
 
 class Link:
