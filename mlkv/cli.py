@@ -32,6 +32,10 @@ def _add_benchmarks(benchmarks: argparse._SubParsersAction[argparse.ArgumentPars
     agree.add_argument("--ranks", type=_ranks, default=4, metavar="N", help="ranks to start on this host (4)")
     agree.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
     agree.set_defaults(run=_bench_agree)
+    store = benchmarks.add_parser("store", help="the index of the store beside a dict: rates, pauses, memory")
+    store.add_argument("--pages", type=int, default=1_000_000, metavar="N", help="size of the pool (1000000)")
+    store.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
+    store.set_defaults(run=_bench_store)
     disk = benchmarks.add_parser("disk", help="the disk tier beside fio: rates, CPU time, restart")
     disk.add_argument("--directory", type=Path, required=True, metavar="DIR", help="on the disk to measure")
     disk.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
@@ -56,6 +60,16 @@ def _bench_agree(options: argparse.Namespace) -> int:
     print(agree.report(result))
     if options.json is not None:
         agree.write(result, options.json)
+    return 0
+
+
+def _bench_store(options: argparse.Namespace) -> int:
+    from mlkv.bench import store
+
+    result = store.run(options.pages)
+    print(store.report(result))
+    if options.json is not None:
+        store.write(result, options.json)
     return 0
 
 

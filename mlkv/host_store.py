@@ -64,6 +64,7 @@ def connect(config: MLKVConfig, layout: KVLayout, replica: Replica) -> StoreClie
             disk=config.store.disk,
             remote=config.store.remote,
             admission=config.store.admission,
+            policy=config.store.policy,
         )
     except MLKVError as problem:
         error = problem

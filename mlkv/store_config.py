@@ -96,6 +96,9 @@ class StoreConfig(Section):
     )
     disk: DiskConfig | None = Field(default=None, description="the tier below host memory; default: none")
     remote: RemoteConfig | None = Field(default=None, description="the lowest tier; default: none")
+    policy: Literal["hit-density", "lru", "sieve"] = Field(
+        default="hit-density", description="which page leaves a full pool, see docs/policies.md"
+    )
     admission: Literal["write", "second_use", "evict"] = Field(
         default="write",
         description="when pages go to the lower tiers: once they are complete, when they are found for the second "

@@ -10,10 +10,10 @@ import math
 
 from mlkv.bench.traces import Trace
 from mlkv.store.index import Index
-from mlkv.store.policy import POLICIES
+from mlkv.store.policy import POLICIES, PolicyName
 
 
-def replay(trace: Trace, policy: str, capacity: int) -> float:
+def replay(trace: Trace, policy: PolicyName, capacity: int) -> float:
     """Hit rate of a policy of `mlkv.store.policy.POLICIES` in a pool of `capacity` blocks.
 
     Each request is what an engine does with an idle store: look the prompt up, load it, store the rest. All of it

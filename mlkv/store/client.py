@@ -13,6 +13,7 @@ from typing import NoReturn, overload
 
 from mlkv.errors import DeadlineExceeded, MLKVError, StoreError, StoreLost
 from mlkv.store import wire
+from mlkv.store.policy import DEFAULT_POLICY, PolicyName
 from mlkv.store.pool import HostPool, pool_pages
 from mlkv.store.rendezvous import SocketLock, is_listening, private_folder, remove_stale_socket
 from mlkv.store.settings import OwnerSettings
@@ -84,6 +85,7 @@ class StoreClient:
         disk: DiskConfig | None = None,
         remote: RemoteConfig | None = None,
         admission: Admission = "write",
+        policy: PolicyName = DEFAULT_POLICY,
     ) -> StoreClient:
         """Join the store of this host, starting its owner if there is none.
 
@@ -94,8 +96,8 @@ class StoreClient:
             group: token of the replica, equal on all of its ranks and on no others.
             rank: group rank, for messages.
             deadline_s: for all of it.
-            linger_s, log_file, disk, remote, admission: for an owner that has to be started, see OwnerSettings and
-                StoreConfig.
+            linger_s, log_file, disk, remote, admission, policy: for an owner that has to be started, see
+                OwnerSettings and StoreConfig.
 
         Raises ConfigError for settings that cannot be, StoreError when the owner refuses or does not start,
         DeadlineExceeded when it takes too long.
@@ -112,6 +114,7 @@ class StoreClient:
             disk=disk,
             remote=remote,
             admission=admission,
+            policy=policy,
         )
         hello = wire.Hello(wire.PROTOCOL, page_bytes, group, rank)
         give_up_at = time.monotonic() + deadline_s

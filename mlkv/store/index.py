@@ -48,6 +48,9 @@ __all__ = ["KEY_BYTES", "Index", "IndexBroken"]
 _NO_PAGES: Final[Pages] = np.empty(0, np.int32)
 _NO_GENERATIONS: Final[NDArray[np.uint64]] = np.empty(0, np.uint64)
 
+_FIRST_LOOK: Final = 64
+"""Pages of a chain that are looked at first for how much of it may leave: many of its ends are short."""
+
 
 @dataclass
 class _Writing:
@@ -324,7 +327,7 @@ class Index:
             if leaf is None:
                 break
             chain = self._leaving(leaf, READY, number)
-            run = np.array(chain[: self._policy.count_leaving(chain)], np.int32)
+            run = chain[: self._policy.count_leaving(chain)]
             self._settle(self._unlink(run))
             runs.append(run)
             number -= len(run)
@@ -387,23 +390,24 @@ class Index:
                 return
             if state != QUARANTINED:
                 return  # FREE already, or its writer still holds it
-            run = np.array(self._leaving(page, QUARANTINED, self.num_pages), np.int32)
+            run = self._leaving(page, QUARANTINED, self.num_pages)
             page = self._unlink(run)
             self._become(run, QUARANTINED, FREE)
             self._free.extend(run)
 
-    def _leaving(self, leaf: int, state: int, limit: int) -> list[int]:
+    def _leaving(self, leaf: int, state: int, limit: int) -> Pages:
         """`leaf`, its parent, and so on: at most `limit` pages of this state that each only the last one holds."""
-        parent_of, next_of, previous_of = self._tree.parent, self._tree.next, self._tree.previous
-        states, pins = self._state, self._pins
-        chain = [leaf]
-        page = leaf
-        while len(chain) < limit and next_of[page] < 0 and previous_of[page] < 0:
-            page = parent_of[page]
-            if pins[page] or states[page] != state:
-                break
-            chain.append(page)
-        return chain
+        length = min(limit, _FIRST_LOOK)
+        while True:
+            chain = self._tree.climb(leaf, length)
+            upper = chain[1:]
+            stays = (self._states[upper] != state) | (self._all_pins[upper] != 0)
+            stays |= self._tree.has_siblings(chain[:-1])
+            if stays.any():
+                return chain[: int(stays.argmax()) + 1]
+            if len(chain) < length or length == limit:
+                return chain
+            length = min(limit, 8 * length)
 
     def _unlink(self, run: Pages) -> int:
         """Take a run that nothing holds out of the tree, its deepest page first. Returns its former parent."""

@@ -30,12 +30,14 @@ class KeyTable:
     def __init__(self, num_pages: int) -> None:
         num_buckets = 1 << (2 * num_pages - 1).bit_length()
         self._mask = num_buckets - 1
+        self._low_bits = np.uint64(self._mask)
         self._head: Pages = np.full(num_buckets, _NONE, np.int32)
         # The entry behind the last page stands for "no page": index -1 finds it, and it counts as known.
         self._next: Pages = np.full(num_pages + 1, _NONE, np.int32)
         self._known: NDArray[np.bool_] = np.zeros(num_pages + 1, np.bool_)
         self._known[num_pages] = True
         self._keys: Keys = np.zeros((num_pages, 2), np.uint64)
+        self._low = self._keys[:, 0]
         # Single elements are read through these views: several times faster than indexing an array.
         self._head_at = self._head.data
         self._next_at = self._next.data
@@ -70,19 +72,20 @@ class KeyTable:
 
     def count_equal(self, pages: Pages, keys: Keys) -> int:
         """At how many of the first `pages` the keys are `keys`, up to the first difference."""
-        equal = (self._keys[pages] == keys).all(axis=1)
-        return len(pages) if equal.all() else int(equal.argmin())
+        equal = self._keys[pages] == keys
+        return len(pages) if equal.all() else int(equal.all(axis=1).argmin())
 
     def count_new(self, keys: Keys) -> int:
         """How many of the first keys are neither in the table nor twice among `keys`."""
         page = self._head[self._buckets(keys)]
-        at = np.flatnonzero(page >= 0)
+        at = (page >= 0).nonzero()[0]
         page = page[at]
         end = len(keys)
         while len(at):
-            equal = (self._keys[page] == keys[at]).all(axis=1)
-            if equal.any():
-                end = min(end, int(at[equal.argmax()]))
+            equal = self._low[page] == keys[at, 0]
+            if equal.any():  # as good as always the same key
+                equal = (self._keys[page] == keys[at]).all(axis=1)
+                end = min(end, int(at[equal.argmax()]) if equal.any() else end)
             page = self._next[page]
             goes_on = (page >= 0) & (at < end)
             at, page = at[goes_on], page[goes_on]
@@ -124,11 +127,11 @@ class KeyTable:
         self._known[:-1] = False
 
     def _buckets(self, keys: Keys) -> NDArray[np.int64]:
-        return (keys[:, 0] & np.uint64(self._mask)).astype(np.int64)
+        return (keys[:, 0] & self._low_bits).view(np.int64)
 
     def _skip_removed(self, pages: Pages) -> Pages:
         """Each page, or the next one in its bucket that still has its key. Changes and returns `pages`."""
-        removed = np.flatnonzero(~self._known[pages])
+        removed = (~self._known[pages]).nonzero()[0]
         while len(removed):
             pages[removed] = self._next[pages[removed]]
             removed = removed[~self._known[pages[removed]]]

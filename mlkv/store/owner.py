@@ -23,7 +23,7 @@ from mlkv.errors import ConfigError, MLKVError, StoreError
 from mlkv.store import wire
 from mlkv.store.index import Index
 from mlkv.store.lower import LowerTiers
-from mlkv.store.policy import LRU
+from mlkv.store.policy import POLICIES
 from mlkv.store.pool import HostPool, create_pool_file, pool_pages
 from mlkv.store.rendezvous import SocketLock, is_listening, private_folder
 from mlkv.store.service import StoreService
@@ -369,7 +369,7 @@ def start(settings: OwnerSettings) -> Owner:
     pool = HostPool(pool_fd, num_pages, settings.page_bytes)
     # Pages of earlier owners lie in the tiers. No owner writes a page each nanosecond, so none of those has a
     # generation that this one will give.
-    index = Index(num_pages, LRU(num_pages), first_generation=time.time_ns())
+    index = Index(num_pages, POLICIES[settings.policy](num_pages), first_generation=time.time_ns())
     runners = open_tiers(settings, pool)
     lower = LowerTiers(index, pool, runners, settings.admission) if runners else None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError
 
 from mlkv.errors import ConfigError
 from mlkv.section import Section
+from mlkv.store.policy import DEFAULT_POLICY, PolicyName
 from mlkv.store.writeback import Admission
 from mlkv.store_config import DiskConfig, RemoteConfig
 
@@ -29,6 +30,7 @@ class OwnerSettings(Section):
     disk: DiskConfig | None = None
     remote: RemoteConfig | None = None
     admission: Admission = "write"
+    policy: PolicyName = DEFAULT_POLICY
 
     def to_fd(self) -> int:
         """A descriptor from which an heir of it reads these settings.

@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 
 _NONE: Final = -1
 
-_STRIDE: Final = 64
-"""Pages between two anchors. A chain of n pages is walked in n / 64 single steps and 64 steps of whole arrays;
-near the square root of the longest chains that engines ask for, 16k pages."""
+_STRIDE: Final = 32
+"""Pages between two anchors. A chain of n pages is walked in n / 32 single steps and 32 steps of whole arrays,
+which cost 20 times as much each: few in all for the usual chains of hundreds of pages and for those of 16k."""
+
+_FEW_STEPS: Final = 2 * _STRIDE
+"""Up to here single steps are faster."""
 
 Pages = NDArray[np.int32]
 
@@ -23,7 +26,7 @@ class PageTree:
     Pages are numbers in [0, num_pages); `root` = num_pages stands for the empty prefix. A page is either
     linked below exactly one parent or not linked at all.
 
-    Pages at a depth that is a multiple of 64 are *anchors*. Each page knows the nearest anchor above it, so that
+    Pages at a depth that is a multiple of 32 are *anchors*. Each page knows the nearest anchor above it, so that
     the whole chain of a page is found without a step of the interpreter for each of its pages.
     """
 
@@ -114,25 +117,35 @@ class PageTree:
 
     def path(self, page: int) -> Pages:
         """The chain that ends at `page`, from its first page on; int32 `[depth + 1]`."""
-        depth = self.depth[page]
-        if depth < 2 * _STRIDE:
-            pages = []
-            while page != self.root:
+        return self.climb(page, self.depth[page] + 1)[::-1]
+
+    def climb(self, page: int, limit: int) -> Pages:
+        """`page`, its parent, and so on; int32 `[min(limit, depth + 1)]`."""
+        number = min(limit, self.depth[page] + 1)
+        if number <= _FEW_STEPS:
+            parent = self.parent
+            pages = [page]
+            for _ in range(number - 1):
+                page = parent[page]
                 pages.append(page)
-                page = self.parent[page]
-            return np.array(pages[::-1], np.int32)
-        anchors = []
-        anchor = page
-        while anchor != _NONE:
+            return np.array(pages, np.int32)
+        anchors = [page]
+        anchor = self._anchor_at[page]
+        below_anchor = self.depth[page] - self.depth[anchor]
+        for _ in range(below_anchor, number, _STRIDE):
             anchors.append(anchor)
             anchor = self._anchor_at[anchor]
-        # Row r: the page r steps above each anchor; the first anchor has nothing above it, `page` comes last.
+        # Row r: the page r steps above each anchor. What is above the first page of the chain is cut off below.
         steps = np.empty((_STRIDE, len(anchors)), np.int32)
-        steps[0] = anchors[::-1]
+        steps[0] = anchors
         for row in range(1, _STRIDE):
             self._parent.take(steps[row - 1], out=steps[row], mode="wrap")
-        whole = steps[::-1, :-1].T.ravel()[_STRIDE - 1 :]
-        return np.concatenate((whole, steps[: depth + 1 - len(whole), -1][::-1]))
+        return np.concatenate((steps[:below_anchor, 0], steps[:, 1:].T.ravel()))[:number]
+
+    def has_siblings(self, pages: Pages) -> NDArray[np.bool_]:
+        """Whether each page shares its parent with others."""
+        has: NDArray[np.bool_] = (self._next[pages] & self._previous[pages]) != _NONE
+        return has
 
     def subtree(self, page: int) -> list[int]:
         """`page` and everything below it, each parent before its children."""

@@ -235,7 +235,7 @@ service.StoreService._match = fail
 BREAK_INDEX_IN_MATCH = """
 import mlkv.store.service as service
 def fail(self, *_):
-    self._index._free.pop()
+    self._index._free.take(1)
     raise RuntimeError("a bug in the owner")
 service.StoreService._match = fail
 """

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from mlkv.store.policy.base import MAX_CHILDREN, Policy
 from mlkv.store.policy.hit_density import HitDensity
 from mlkv.store.policy.lru import LRU
 from mlkv.store.policy.sieve import Sieve
 
-POLICIES: Final[dict[str, type[HitDensity] | type[LRU] | type[Sieve]]] = {
+PolicyName: TypeAlias = Literal["hit-density", "lru", "sieve"]
+
+POLICIES: Final[dict[PolicyName, type[HitDensity] | type[LRU] | type[Sieve]]] = {
     "hit-density": HitDensity,
     "lru": LRU,
     "sieve": Sieve,
 }
 """By the names of the setting `store.policy`. Each is made with the number of pages of its pool."""
 
-DEFAULT_POLICY: Final = "hit-density"
+DEFAULT_POLICY: Final[PolicyName] = "hit-density"
 
-__all__ = ["DEFAULT_POLICY", "LRU", "MAX_CHILDREN", "POLICIES", "HitDensity", "Policy", "Sieve"]
+__all__ = ["DEFAULT_POLICY", "LRU", "MAX_CHILDREN", "POLICIES", "HitDensity", "Policy", "PolicyName", "Sieve"]

@@ -62,7 +62,7 @@ class Policy(ABC):
         something happened between."""
 
     @abstractmethod
-    def count_leaving(self, run: Sequence[int]) -> int:
+    def count_leaving(self, run: Pages) -> int:
         """How many of `run` go together: at least one, the victim itself.
 
         `run` is the victim, its parent, and so on upwards, each of which would be a candidate once those before

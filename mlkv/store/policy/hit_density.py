@@ -146,14 +146,11 @@ class HitDensity(Policy):
             self._victim = self._find_victim()
         return self._victim
 
-    def count_leaving(self, run: Sequence[int]) -> int:
+    def count_leaving(self, run: Pages) -> int:
         """A page that leaves hands stamp and class up: its parent is worth as little unless it was used later."""
-        stamp = self._stamp
-        latest = stamp[run[0]]
-        for number, page in enumerate(run):
-            if stamp[page] > latest:
-                return number
-        return len(run)
+        stamps = self._stamps[run]
+        is_later = stamps > stamps[0]
+        return int(is_later.argmax()) if is_later.any() else len(run)
 
     def forget(self, run: Pages, key: int, parent: int | None, parent_is_leaf: bool) -> None:
         leaf = int(run[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mlkv.store.policy.base import Pages, Policy
 from mlkv.store.policy.heap import PageHeap
 
@@ -42,14 +40,11 @@ class LRU(Policy):
     def victim(self) -> int | None:
         return self._heap.lowest() if len(self._heap) else None
 
-    def count_leaving(self, run: Sequence[int]) -> int:
+    def count_leaving(self, run: Pages) -> int:
         """A page that leaves hands its stamp up, so its parent is next unless it was used later itself."""
-        stamp = self._stamp
-        latest = stamp[run[0]]
-        for number, page in enumerate(run):
-            if stamp[page] > latest:
-                return number
-        return len(run)
+        stamps = self._heap.ranks[run]
+        is_later = stamps > stamps[0]
+        return int(is_later.argmax()) if is_later.any() else len(run)
 
     def forget(self, run: Pages, key: int, parent: int | None, parent_is_leaf: bool) -> None:
         self.hide(int(run[0]))

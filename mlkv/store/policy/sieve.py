@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -76,13 +75,10 @@ class Sieve(Policy):
             else:
                 return page
 
-    def count_leaving(self, run: Sequence[int]) -> int:
+    def count_leaving(self, run: Pages) -> int:
         """A parent that is not in the queue yet takes the place of its child, unmarked, and the hand is there."""
-        place = self._place
-        for number in range(1, len(run)):
-            if place[run[number]] != _UNLISTED:
-                return number
-        return len(run)
+        is_listed = self._places[run[1:]] != _UNLISTED
+        return int(is_listed.argmax()) + 1 if is_listed.any() else len(run)
 
     def forget(self, run: Pages, key: int, parent: int | None, parent_is_leaf: bool) -> None:
         for page in run[self._places[run] != _UNLISTED].tolist():
