@@ -91,7 +91,8 @@ def test_a_lower_limit_holds_from_the_start_and_keeps_what_fits(tmp_path: Path) 
     tier.close()
 
 
-def test_a_much_lower_limit_makes_the_catalog_smaller_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_much_lower_limit_makes_the_catalog_smaller_too(tmp_path: Path, is_cleared: bool) -> None:
     num_pages = 60_000
     tier = opened(tmp_path, num_pages=num_pages)
     volume = tier._opened
@@ -102,10 +103,12 @@ def test_a_much_lower_limit_makes_the_catalog_smaller_too(tmp_path: Path) -> Non
     rows = [disk_volume.Row(slot, page.key, page.parent, 1, slot + 1) for slot, page in enumerate(pages)]
     volume.catalog.change(insert=rows)
     assert volume.catalog.size_bytes() > 5 << 20
+    if is_cleared:
+        volume.catalog.clear()
     tier.close()
     tier = opened(tmp_path, num_pages=10)
     assert occupied_bytes(tmp_path) <= limit_for(10)
-    assert tier.stats().num_pages == 10
+    assert tier.stats().num_pages == (0 if is_cleared else 10)
     tier.close()
 
 

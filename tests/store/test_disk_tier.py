@@ -266,6 +266,20 @@ def test_what_was_used_last_stays_longest(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_the_use_of_a_page_that_was_deleted_stays_with_its_prefix(tmp_path: Path) -> None:
+    tier = opened(tmp_path, num_pages=6)
+    write(tier, chain_of("abc"))
+    write(tier, chain_of("xyz"))
+    tier.contains(keys_of(chain_of("abc")))
+    tier.delete([page_of("abc").key])
+    tier.close()
+    tier = opened(tmp_path, num_pages=6)
+    write(tier, chain_of("uvw"))
+    assert present(tier, chain_of("ab")) == [True, True]
+    assert present(tier, chain_of("xyz")) == [True, False, False]
+    tier.close()
+
+
 def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     tier = opened(tmp_path, num_pages=6)
     write(tier, chain_of("abc"))
@@ -379,9 +393,11 @@ def test_a_slot_is_not_reused_while_somebody_reads_it(
         tier.clear()
     elif how == "replace":
         assert write(tier, chain_of("ab", generation=2)) == [False, False], "no slot is left for them"
+        tier.delete(keys_of(chain_of("ab")))
     assert write(tier, chain_of("xy")) == [False, False]
     gate.open()
     assert got() == [True, True]
+    assert tier.contains(keys_of(chain_of("ab"))) == (2 if how == "evict" else 0), "nothing made room in vain"
     tier.delete(keys_of(chain_of("ab")))
     assert write(tier, chain_of("xy")) == [True, True]
     check_slots(tier)

@@ -185,12 +185,12 @@ class Catalog:
             dropped = self._database.execute(
                 "DELETE FROM pages WHERE slot >= ? OR slot < 0", (num_slots,)
             ).rowcount
-        if not dropped:
-            return
-        if self.path.stat().st_size > max_catalog_bytes(num_slots) - _FIXED_BYTES // 2:
+        is_too_large = self.path.stat().st_size > max_catalog_bytes(num_slots) - _FIXED_BYTES // 2
+        if is_too_large:
             with self._damage_noted():
                 self._database.execute("VACUUM")
-        self._fold()
+        if dropped or is_too_large:
+            self._fold()
 
     def load_note(self, name: str) -> bytes | None:
         with self._damage_noted():

@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mlkv.errors import TierUnavailable
@@ -49,26 +49,19 @@ class DiskVolume:
         self.max_slots = max_slots(limit_bytes, page_bytes)
         self.num_calls = 0
         self._grow_after = 0.0
-        self.folder = DiskFolder(directory, page_bytes)
-        try:
-            self.slab = Slab(self.folder.slab_path, page_bytes, num_threads)
+        with ExitStack() as opened:
             try:
+                self.folder = DiskFolder(directory, page_bytes)
+                opened.callback(self.folder.release)
+                self.slab = Slab(self.folder.slab_path, page_bytes, num_threads)
+                opened.callback(self.slab.close)
                 self.catalog = _open_catalog(self.folder.catalog_path)
-                try:
-                    self._leftovers = self.folder.leftovers()
-                    self.index = self._recover()
-                except BaseException:
-                    self.catalog.close()
-                    raise
-            except BaseException:
-                self.slab.close()
-                raise
-        except (OSError, sqlite3.Error, CatalogDamaged) as error:
-            self.folder.release()
-            raise TierUnavailable(f"cannot use the disk folder {directory}: {error}") from error
-        except BaseException:
-            self.folder.release()
-            raise
+                opened.callback(lambda: self.catalog.close())  # by then it may be another one
+                self._leftovers = self.folder.leftovers()
+                self.index = self._recover()
+            except (OSError, sqlite3.Error, CatalogDamaged) as error:
+                raise TierUnavailable(f"cannot use the disk folder {directory}: {error}") from error
+            self._opened = opened.pop_all()
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -137,14 +130,10 @@ class DiskVolume:
 
     def close(self) -> None:
         """Save what is unsaved and let go of everything. No call may be running."""
-        with self.catalog_lock:
-            # Only the order of use is lost.
-            with suppress(TierUnavailable):
-                if self.is_sound():
-                    self.commit()
-            self.catalog.close()
-            self.slab.close()
-            self.folder.release()
+        # If the last changes cannot be saved, only the order of use is lost.
+        with self.catalog_lock, self._opened, suppress(TierUnavailable):
+            if self.is_sound():
+                self.commit()
 
     def _grow(self) -> bool:
         """Make the slab one step larger; False if it has its final size or there is no room now."""
