@@ -45,6 +45,9 @@ def _add_benchmarks(benchmarks: argparse._SubParsersAction[argparse.ArgumentPars
     remote.add_argument("--page-bytes", type=int, default=1 << 20, metavar="N", help="size of a page (1048576)")
     remote.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
     remote.set_defaults(run=_bench_remote)
+    hang = benchmarks.add_parser("hang", help="an engine's step time above a remote store that hangs for ever")
+    hang.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
+    hang.set_defaults(run=_bench_hang)
 
 
 def _ranks(text: str) -> int:
@@ -90,6 +93,16 @@ def _bench_remote(options: argparse.Namespace) -> int:
     print(remote.report(result))
     if options.json is not None:
         remote.write(result, options.json)
+    return 0
+
+
+def _bench_hang(options: argparse.Namespace) -> int:
+    from mlkv.bench import hang
+
+    result = hang.run()
+    print(hang.report(result))
+    if options.json is not None:
+        hang.write(result, options.json)
     return 0
 
 

@@ -1,0 +1,244 @@
+"""What a remote store that hangs for ever costs an engine: its step time, as a ratio to no remote store at all.
+
+Three caches of one process take turns, a block of steps each, so that all of them meet the same machine: one
+without a remote store, one whose server takes connections and never says a word, and one whose server lets clients
+in and hangs on whatever they ask then. A step is some milliseconds of matrix multiplication with the calls of an
+engine that gets a new prompt every few steps: lookup, offload, `step`. No prompt is ever found, so each lookup
+asks the tiers, and each offload is written to them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlkv import KVLayout, KVPool, MLKVConfig, MultiLevelCache, Replica
+from mlkv.errors import MLKVError
+
+MODES = ("no remote", "never answers", "hangs when asked")
+
+_PAGE_TOKENS = 16
+_PROMPT_TOKENS = 256
+_STEPS_PER_PROMPT = 8
+_BLOCK_STEPS = 32
+_WARM_STEPS = 64
+_STEP_S = 0.004
+_CALL_DEADLINE_S = 1.0
+"""Of a call to the server. Shorter than by default, so that the run sees many calls given up and tried again."""
+
+_DRAIN_S = 60.0
+
+
+class HangingServer:
+    """A server on loopback that speaks just enough of Redis' protocol to be believed.
+
+    Args:
+        lets_in: answer what clients say at first (AUTH, SELECT, PING), and nothing else; else nothing at all.
+    """
+
+    def __init__(self, *, lets_in: bool) -> None:
+        self._lets_in = lets_in
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._connections: list[socket.socket] = []
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in self._connections:
+            connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()[0]
+            except OSError:
+                return  # closed
+            self._connections.append(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            while data := connection.recv(1 << 20):
+                if self._lets_in and b"PING" in data:
+                    connection.sendall(b"+PONG\r\n")
+        except OSError:
+            return  # closed by either side
+
+
+@dataclass
+class _Engine:
+    """An engine of one rank, without a model."""
+
+    cache: MultiLevelCache
+    pool_tokens: int
+    work: Callable[[], None]
+    seconds: list[float] = field(default_factory=list)
+    hit_steps: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    _asked: dict[str, int] = field(default_factory=dict)
+
+    def step(self, *, is_measured: bool) -> None:
+        start = time.perf_counter()
+        if self.num_steps % _STEPS_PER_PROMPT == 0:
+            self._begin_prompt()
+        self.work()
+        result = self.cache.step()
+        took_s = time.perf_counter() - start
+        for request_id in result.hits:
+            self.hit_steps.append(self.num_steps - self._asked.pop(request_id))
+        self.num_steps += 1
+        if is_measured:
+            self.seconds.append(took_s)
+
+    def _begin_prompt(self) -> None:
+        number = self.num_steps
+        tokens = np.arange(number * 1000, number * 1000 + _PROMPT_TOKENS)
+        self._asked[f"ask {number}"] = number
+        self.cache.lookup(f"ask {number}", tokens)
+        slots = torch.arange(_PROMPT_TOKENS) + number // _STEPS_PER_PROMPT * _PROMPT_TOKENS % self.pool_tokens
+        # Another prompt than the one that was asked for, or the next lookup would have to wait for this offload.
+        self.cache.offload(f"keep {number}", tokens + 500, slots)
+
+
+def run(num_blocks: int = 40) -> dict[str, Any]:
+    """Run the benchmark. Returns what `--json` writes.
+
+    Args:
+        num_blocks: of each mode, of 32 steps each.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ExitStack() as stack:
+            servers = {
+                "never answers": stack.enter_context(closing(HangingServer(lets_in=False))),
+                "hangs when asked": stack.enter_context(closing(HangingServer(lets_in=True))),
+            }
+            work = _calibrated_work()
+            engines = {
+                mode: _engine(stack, mode, servers[mode].url if mode in servers else None, work) for mode in MODES
+            }
+            for _ in range(_WARM_STEPS):
+                for engine in engines.values():
+                    engine.step(is_measured=False)
+            for block in range(num_blocks):
+                # Every order of turns equally often, so that what one does to the next evens out.
+                for turn in range(len(MODES)):
+                    engine = engines[MODES[(block + turn) % len(MODES)]]
+                    for _ in range(_BLOCK_STEPS):
+                        engine.step(is_measured=True)
+            for mode, engine in engines.items():
+                _drain(mode, engine)
+            rows = _rows(engines)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "benchmark": "hang",
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": rows,
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result as a table for people."""
+    lines = [
+        f"{'remote store':18}{'step p50':>10}{'mean':>10}{'p99':>10}{'of no remote: p50':>20}{'mean':>8}"
+        f"{'failed calls':>14}{'hit after steps, p50 / max':>28}"
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"{row['remote']:18}{row['p50_ms']:>7.3f} ms{row['mean_ms']:>7.3f} ms{row['p99_ms']:>7.3f} ms"
+            f"{row['p50_ratio']:>20.4f}{row['mean_ratio']:>8.4f}{row['failed_calls']:>14}"
+            f"{row['hit_steps_p50']:>21.0f} / {row['hit_steps_max']:.0f}"
+        )
+    return "\n".join(lines)
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _calibrated_work() -> Callable[[], None]:
+    """Matrix multiplications that take about `_STEP_S`."""
+    matrix = torch.rand(192, 192)
+    for _ in range(20):
+        matrix @ matrix
+    start = time.perf_counter()
+    for _ in range(50):
+        matrix @ matrix
+    times = max(1, round(_STEP_S / ((time.perf_counter() - start) / 50)))
+
+    def work() -> None:
+        for _ in range(times):
+            matrix @ matrix
+
+    return work
+
+
+def _engine(stack: ExitStack, mode: str, url: str | None, work: Callable[[], None]) -> _Engine:
+    layout = KVLayout.gqa(num_layers=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, page_tokens=_PAGE_TOKENS)
+    pool_tokens = 8 * _PROMPT_TOKENS
+    tensors = [[torch.zeros(pool_tokens, 2, 64) for _ in range(4)] for _ in ("k", "v")]
+    pool = KVPool.from_layers(layout, k=tensors[0], v=tensors[1])
+    remote = None if url is None else {"url": url, "deadline_s": _CALL_DEADLINE_S}
+    config = MLKVConfig(
+        model="bench",
+        page_tokens=_PAGE_TOKENS,
+        store={
+            "host_bytes": 512 * layout.page_bytes,
+            "name": f"bench-{os.getpid()}-{mode.replace(' ', '-')}",
+            "remote": remote,
+        },
+    )
+    cache = stack.enter_context(closing(MultiLevelCache(config, layout, pool, Replica.single())))
+    return _Engine(cache, pool_tokens, work)
+
+
+def _drain(mode: str, engine: _Engine) -> None:
+    give_up_at = time.monotonic() + _DRAIN_S
+    while engine.cache.pending:
+        if time.monotonic() > give_up_at:
+            raise MLKVError(f"{mode}: requests were in flight {_DRAIN_S:g} s after the last step")
+        engine.cache.step()
+
+
+def _rows(engines: dict[str, _Engine]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for mode, engine in engines.items():
+        tiers = engine.cache.audit().tiers
+        seconds = np.array(engine.seconds)
+        p50, p99 = np.percentile(seconds, [50, 99])
+        # The mean without the slowest steps: of those the machine's other work decides.
+        mean = float(np.sort(seconds)[: int(0.98 * len(seconds))].mean())
+        first = rows[0] if rows else None
+        rows.append(
+            {
+                "remote": mode,
+                "steps": len(seconds),
+                "p50_ms": float(p50) * 1e3,
+                "mean_ms": mean * 1e3,
+                "p99_ms": float(p99) * 1e3,
+                "p50_ratio": float(p50) * 1e3 / first["p50_ms"] if first else 1.0,
+                "mean_ratio": mean * 1e3 / first["mean_ms"] if first else 1.0,
+                "failed_calls": sum(sum(tier.failures.values()) for tier in tiers),
+                "hit_steps_p50": float(np.median(engine.hit_steps)),
+                "hit_steps_max": float(max(engine.hit_steps)),
+            }
+        )
+    return rows
