@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,41 @@ def test_settings_are_frozen() -> None:
     config = MLKVConfig(model="m", store=StoreConfig(linger_s=1))
     with pytest.raises(ValidationError, match="frozen"):
         config.model = "other"
+
+
+def test_lower_tiers_are_named_by_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MLKVConfig(model="m").store.tier_wait_s == 0.0, "lookups wait for tiers that are not there"
+    monkeypatch.setenv("MLKV_STORE__DISK__DIRECTORY", "/kv")
+    monkeypatch.setenv("MLKV_STORE__REMOTE__PASSWORD", "sesame")
+    config = MLKVConfig(model="m", store={"remote": {"url": "redis://host"}, "disk": {"limit_bytes": "1GiB"}})
+    assert config.store.disk is not None
+    assert (str(config.store.disk.directory), config.store.disk.limit_bytes) == ("/kv", 1 << 30)
+    assert config.store.remote is not None
+    assert config.store.remote.password is not None
+    assert config.store.remote.password.get_secret_value() == "sesame"
+    assert "sesame" not in f"{config!r} {config.model_dump_json()}"
+    assert config.store.tier_wait_s == config.store.answer_deadline_s / 2
+    monkeypatch.setenv("MLKV_STORE__DISK__LIMIT", "1")
+    with pytest.raises(ConfigError, match=r"MLKV_STORE__DISK__LIMIT is not a setting; .*limit_bytes"):
+        MLKVConfig(model="m")
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ({"remote": {"url": "ftp://host"}}, "store.remote.url: must begin with one of mooncake://"),
+        ({"remote": {}}, "store.remote.url must be given"),
+        ({"disk": {"directory": "/kv", "limit_bytes": 0}}, "store.disk.limit_bytes"),
+        ({"lookup_wait_s": 3.0}, "store.lookup_wait_s=3.0 must be below store.answer_deadline_s=2.0"),
+        ({"admission": "never"}, "store.admission"),
+    ],
+)
+def test_wrong_tiers_are_refused(store: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        MLKVConfig(model="m", store=store)
+
+
+def test_what_was_given_for_a_remote_store_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        MLKVConfig(model="m", store={"remote": {"url": "http://me:sesame@host", "password": ["sesame"]}})
+    assert "sesame" not in str(caught.value)
