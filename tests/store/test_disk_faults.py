@@ -36,7 +36,7 @@ NEVER = float("inf")
 
 
 class Short:
-    """Moves fewer bytes than asked for: in turn a half, an odd number, nothing (interrupted), all."""
+    """Moves fewer bytes than asked for: in turn a half, an odd number, none (interrupted), all."""
 
     def __init__(self, real: Callable[..., int]) -> None:
         self._real = real
@@ -47,14 +47,24 @@ class Short:
         turn = self.calls % 4
         if turn == 3:
             raise InterruptedError(errno.EINTR, "Interrupted system call")
-        total = sum(map(len, views))
-        wanted = {1: total // 2 // 512 * 512, 2: 512, 0: total}[turn] or total
-        part: list[memoryview] = []
-        for view in views:
-            part.append(view[: wanted - sum(map(len, part))])
-            if sum(map(len, part)) == wanted:
-                break
-        return self._real(fd, part, offset)
+        moved = self._real(fd, views, offset)
+        if turn == 0:
+            return moved
+        claimed = moved // 2 if turn == 1 else 5000
+        if self._real is REAL_PREADV:
+            poison_after(views, claimed)
+        return claimed
+
+
+REAL_PREADV = os.preadv
+
+
+def poison_after(views: list[memoryview], num_bytes: int) -> None:
+    """As if only the first `num_bytes` had been read."""
+    for view in views:
+        kept = min(num_bytes, len(view))
+        view[kept:] = b"\xee" * (len(view) - kept)
+        num_bytes -= kept
 
 
 @pytest.mark.parametrize("direct", [True, False])
