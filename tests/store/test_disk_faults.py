@@ -297,6 +297,29 @@ def test_open_files_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_even_an_exit_in_one_of_its_threads_gives_everything_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tier = opened(tmp_path, threads=2)
+    apart = [page_of(letter) for letter in "abcdef"]
+    write(tier, apart)
+    tier.delete(keys_of(apart[::2]))  # so that there are several requests
+
+    def leave() -> Exception:
+        raise SystemExit(3)
+
+    move = read if name == "preadv" else write
+    pages = apart[1::2] if name == "preadv" else apart[::2]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, FailsAt(1, leave, after=False).wrap(getattr(os, name)))
+        with pytest.raises(SystemExit):
+            move(tier, pages)
+    check_slots(tier)
+    assert move(tier, pages) == [True] * 3
+    tier.close()
+
+
 def test_slots_beyond_four_gib_are_where_they_should_be(tmp_path: Path) -> None:
     slab = Slab(tmp_path / "slab", PAGE_BYTES, num_threads=2)
     far = (5 << 30) // PAGE_BYTES

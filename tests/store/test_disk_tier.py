@@ -463,6 +463,47 @@ def test_a_call_gives_up_at_its_deadline_and_forgets_nothing(
     tier.close()
 
 
+def test_closing_while_a_call_hangs_does_not_wait_and_keeps_others_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened(tmp_path)
+    volume = tier._opened
+    assert volume is not None
+    with monkeypatch.context() as patch:
+        gate = Gate(patch, "pwritev")
+        written = in_thread(lambda: write(tier, chain_of("abc")))
+        assert gate.reached.wait(DEADLINE_S)
+        tier.connect(NO_POOL)
+        assert tier._opened is volume, "a call hangs in it"
+        tier.close()
+        with pytest.raises(TierUnavailable, match="in use by process"):
+            opened(tmp_path)
+        gate.open()
+        assert written() == [True] * 3, "its file was still its own"
+    volume.close()
+    tier = opened(tmp_path)
+    assert read(tier, chain_of("abc")) == [True] * 3
+    tier.close()
+
+
+def test_a_broken_folder_is_not_opened_anew_while_a_call_hangs_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened(tmp_path)
+    with monkeypatch.context() as patch:
+        gate = Gate(patch, "pwritev")
+        written = in_thread(lambda: write(tier, chain_of("abc")))
+        assert gate.reached.wait(DEADLINE_S)
+        (tmp_path / "lock").unlink()
+        with pytest.raises(TierUnavailable, match="1 calls still hang"):
+            tier.connect(NO_POOL)
+        gate.open()
+        assert written() == [True] * 3
+    tier.connect(NO_POOL)
+    assert read(tier, chain_of("abc")) == [True] * 3
+    tier.close()
+
+
 def test_a_connection_is_kept_when_nothing_is_wrong_with_it(tier: DiskTier) -> None:
     write(tier, chain_of("abc"))
     volume = tier._opened
