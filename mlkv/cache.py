@@ -26,9 +26,11 @@ import torch
 
 from mlkv import host_store
 from mlkv.config import MLKVConfig
+from mlkv.cooperation import Partnership
 from mlkv.dist import Agreement, Mark, Replica
 from mlkv.errors import CacheUsageError, ConfigError
 from mlkv.faults import FaultPlan
+from mlkv.kernels import Cooperation
 from mlkv.keys import KEY_BYTES, Namespace, page_keys
 from mlkv.layout import KVLayout, KVPool, RankSlice
 from mlkv.lifecycle import Lifecycle
@@ -64,6 +66,8 @@ class MultiLevelCache:
         StoreError: no owner process could be found or started on some rank's host.
     """
 
+    _cooperation: Cooperation[int] | None = None  # of loads with those of other ranks
+
     def __init__(
         self,
         config: MLKVConfig,
@@ -83,6 +87,7 @@ class MultiLevelCache:
         host_store.check_same_everywhere(config, layout, replica)
         rank_slice = host_store.written_here(rank_slice, replica)
         client = host_store.connect(config, layout, replica)
+        partnership = Partnership(config, replica, rank_slice, pool.device)
         mover = Mover(
             config,
             layout,
@@ -92,7 +97,16 @@ class MultiLevelCache:
             fingerprint=Namespace(config.model, layout, config.version).fingerprint,
             rank=replica.rank,
             writes_identity=host_store.writes_identity(replica),
+            exchange=partnership.exchange,
+            exchange_deadline_s=partnership.deadline_s,
         )
+        try:
+            partnership.settle(mover.cooperation)
+        except BaseException:
+            mover.close(_CLOSE_DEADLINE_S)
+            client.close()
+            raise
+        self._cooperation = mover.cooperation
         self._assemble(config, layout, replica, client, mover, rank_slice, pool.num_slots)
 
     @classmethod
@@ -137,12 +151,14 @@ class MultiLevelCache:
         self._client = client
         self._mover = mover
         self._planner = (
-            Planner(self._client, config.store.answer_deadline_s, config.move.max_tasks)
+            Planner(self._client, config.store.answer_deadline_s, config.move.max_tasks, config.store.tier_wait_s)
             if replica.is_master
             else None
         )
         agree = config.agree
-        self._agreement = Agreement(replica, agree.channel, late=agree.late, dump_stacks=agree.dump_stacks)
+        self._agreement = Agreement(
+            replica.within(agree.deadline_s), agree.channel, late=agree.late, dump_stacks=agree.dump_stacks
+        )
         self._strikes = FaultPlan.parse(config.faults).of_steps(replica.rank)
         self._lifecycle = Lifecycle(
             layout,
@@ -289,7 +305,10 @@ class MultiLevelCache:
     def stats(self) -> CacheStats:
         """Counters of this rank so far."""
         return dataclasses.replace(
-            self._lifecycle.stats, agree_us=self._agreement.cost_us(), channel=self._agreement.channel_name
+            self._lifecycle.stats,
+            agree_us=self._agreement.cost_us(),
+            channel=self._agreement.channel_name,
+            cooperative=self._cooperation is not None and self._cooperation.is_on,
         )
 
     def audit(self, deadline_s: float = 10.0) -> Report:

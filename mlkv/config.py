@@ -54,6 +54,11 @@ class MoveConfig(Section):
     max_tasks: int = Field(
         default=1024, ge=1, description="loads, and offloads, in flight at once; more are refused"
     )
+    cooperative: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="loads that ranks of a host need alike come in parts over all their links, see "
+        "docs/transfers.md; auto: large ones on CUDA, where measured faster at the start",
+    )
     transfer: Literal["auto", "staged", "direct"] = Field(
         default="auto",
         description="how bytes cross between host and a CUDA device: through the copy engine and staging, by a "

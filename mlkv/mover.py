@@ -19,7 +19,15 @@ import torch
 from mlkv.config import MLKVConfig
 from mlkv.errors import DeadlineExceeded
 from mlkv.faults import Fault, FaultPlan
-from mlkv.kernels import LoadTransfer, OffloadTransfer, PageBatch, TransferEngine, TransferPath
+from mlkv.kernels import (
+    Cooperation,
+    Exchange,
+    LoadTransfer,
+    OffloadTransfer,
+    PageBatch,
+    TransferEngine,
+    TransferPath,
+)
 from mlkv.layout import KVLayout, KVPool, RankSlice
 
 log = logging.getLogger(__name__)
@@ -77,6 +85,8 @@ class Mover:
         rank: of this replica.
         writes_identity: whether this rank writes the identity part of page headers, which one rank of each host
             does; default: rank 0.
+        exchange: with the ranks that read the same heads, for cooperative loads.
+        exchange_deadline_s: how long one may wait for those ranks; default: as the ranks of a step.
     """
 
     def __init__(
@@ -90,6 +100,8 @@ class Mover:
         fingerprint: bytes,
         rank: int,
         writes_identity: bool | None = None,
+        exchange: Exchange[int] | None = None,
+        exchange_deadline_s: float | None = None,
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -108,6 +120,8 @@ class Mover:
             # `create` refuses what is none of its ways, so the cast hides nothing.
             transfer=cast(TransferPath, os.environ.get("MLKV_TRANSFER") or config.move.transfer),
             on_pinned=_PinningProgress() if rank == 0 else None,
+            exchange=exchange,
+            exchange_deadline_s=exchange_deadline_s or config.agree.deadline_s,
         )
         self._loads: deque[_InFlight] = deque()
         self._offloads: deque[_InFlight] = deque()
@@ -115,6 +129,11 @@ class Mover:
     @property
     def in_flight(self) -> int:
         return len(self._loads) + len(self._offloads)
+
+    @property
+    def cooperation(self) -> Cooperation[int] | None:
+        """Of its loads with those of other ranks; None without an exchange."""
+        return self._engine.cooperation
 
     def load(self, number: int, pages: PageBatch, slots: torch.Tensor) -> None:
         """Start copying host pages into slots (int64 `[num_pages * page_tokens]`, -1: leave this token)."""
@@ -156,6 +175,8 @@ class Mover:
     def close(self, deadline_s: float) -> None:
         """Wait for running copies, then let go of the pool. Raises DeadlineExceeded."""
         end = time.monotonic() + deadline_s
+        if self.cooperation is not None:
+            self.cooperation.hurry(deadline_s / 2)  # other ranks may be gone
         while any(not _copied(entry) for entry in (*self._loads, *self._offloads)):
             if time.monotonic() > end:
                 raise DeadlineExceeded(

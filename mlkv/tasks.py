@@ -123,3 +123,4 @@ class CacheStats:
     steps: int = 0
     agree_us: dict[str, float] = field(default_factory=dict)
     channel: str = ""
+    cooperative: bool = False  # whether large loads come in parts over the links of several ranks

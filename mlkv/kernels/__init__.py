@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from mlkv.kernels.cooperative import COOPERATIVE_BYTES, Cooperation, Exchange
 from mlkv.kernels.host_pages import PageBatch
 from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferEngine, TransferPath
 
-__all__ = ["LoadTransfer", "OffloadTransfer", "PageBatch", "TransferEngine", "TransferPath"]
+__all__ = [
+    "COOPERATIVE_BYTES",
+    "Cooperation",
+    "Exchange",
+    "LoadTransfer",
+    "OffloadTransfer",
+    "PageBatch",
+    "TransferEngine",
+    "TransferPath",
+]

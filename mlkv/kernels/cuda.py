@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mlkv.errors import ConfigError
+from mlkv.kernels.cooperative import Exchange
 from mlkv.kernels.copy_engine import CopyEngine
 from mlkv.kernels.device import Event, PageKernels, Staging, Words
 from mlkv.kernels.driver import StreamEvent, StreamEvents, driver, quick_driver
@@ -20,7 +21,7 @@ from mlkv.kernels.pinning import CudaRegistrar, PinnedMemory
 from mlkv.kernels.staged import StagedTransferEngine
 from mlkv.kernels.staging import StagingRing
 from mlkv.kernels.torch_kernels import TorchKernels
-from mlkv.kernels.transfer import TransferPath
+from mlkv.kernels.transfer import EXCHANGE_DEADLINE_S, TransferPath
 from mlkv.layout import KVPool, RankSlice
 
 log = logging.getLogger(__name__)
@@ -153,13 +154,24 @@ def open_cuda_engine(
     max_tasks: int,
     transfer: TransferPath,
     on_pinned: Callable[[int, int], None] | None = None,
+    exchange: Exchange[int] | None = None,
+    exchange_deadline_s: float = EXCHANGE_DEADLINE_S,
 ) -> StagedTransferEngine[int]:
     """The engine for a pool on a CUDA device, with its host pool pinned and its kernels compiled."""
     kernels = choose_kernels(pool, host.rank_slice)
     device = CudaDevice(pool.device, host, kernels, on_pinned=on_pinned)
+    if not (device.host_is_pinned and kernels.takes_stream):
+        exchange = None  # transfers go through a thread then, and collectives of two threads have no order
     try:
         engine: StagedTransferEngine[int] = StagedTransferEngine(
-            pool, host, device, staging_bytes=staging_bytes, max_tasks=max_tasks, transfer=transfer
+            pool,
+            host,
+            device,
+            staging_bytes=staging_bytes,
+            max_tasks=max_tasks,
+            transfer=transfer,
+            exchange=exchange,
+            exchange_deadline_s=exchange_deadline_s,
         )
         _warm_up(pool, host, device)
     except BaseException:

@@ -19,11 +19,18 @@ from typing import Generic
 import torch
 
 from mlkv.errors import CacheUsageError
+from mlkv.kernels.cooperative import Cooperation, CooperativeLoad, Exchange
 from mlkv.kernels.device import Device, S
 from mlkv.kernels.direction import Direction
 from mlkv.kernels.host_pages import HostPages, PageBatch
 from mlkv.kernels.staged_tasks import StagedLoad, StagedOffload, StagedTask
-from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferEngine, TransferPath
+from mlkv.kernels.transfer import (
+    EXCHANGE_DEADLINE_S,
+    LoadTransfer,
+    OffloadTransfer,
+    TransferEngine,
+    TransferPath,
+)
 from mlkv.layout import KVPool
 
 SEGMENT_BYTES = 16 << 20
@@ -72,6 +79,7 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
         segment_bytes: wanted size of a segment of staging.
         chunks_ahead: chunks queued at once, in each direction.
         num_copy_streams: chunks take turns on this many copy streams of a direction.
+        exchange, exchange_deadline_s: as in `TransferEngine.create`.
     """
 
     def __init__(
@@ -86,6 +94,8 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
         segment_bytes: int = SEGMENT_BYTES,
         chunks_ahead: int = CHUNKS_AHEAD,
         num_copy_streams: int = 1,
+        exchange: Exchange[S] | None = None,
+        exchange_deadline_s: float = EXCHANGE_DEADLINE_S,
     ) -> None:
         super().__init__(pool, host, max_tasks)
         self._device = device
@@ -103,9 +113,13 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
         self._offloads: Direction[S] = Direction(
             "mlkv-offload", pool, host, device, run_bytes=host.written_bytes, **sizes
         )
+        if exchange is not None and host.read_bytes:
+            self.cooperation = Cooperation(self._loads, exchange, deadline_s=exchange_deadline_s)
         self._closed = False
 
     def load(self, pages: PageBatch, slots: torch.Tensor) -> LoadTransfer:
+        if self.cooperation is not None and self.cooperation.takes(len(pages)):
+            return self._load_together(self.cooperation, pages, slots)
         self._check(pages, slots, lowest=-1)
         task = StagedLoad(self._loads, pages, slots)
         self._submit(task, self._loads)
@@ -123,12 +137,33 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
         end = time.monotonic() + deadline_s
         for direction in (self._loads, self._offloads):
             direction.close(max(0.0, end - time.monotonic()))
+        if self.cooperation is not None:
+            self.cooperation.close()
         self._device.close()
         self._closed = True
 
-    def _check(self, pages: PageBatch, slots: torch.Tensor, lowest: int) -> None:
+    def _load_together(self, cooperation: Cooperation[S], pages: PageBatch, slots: torch.Tensor) -> LoadTransfer:
+        """One that other ranks wait for: refused only for what is equal on all of them, not for want of room."""
+        self._refuse_when_closed()
+        self._check_pages(pages)
+        task = CooperativeLoad(self._loads, pages, slots, cooperation)
+
+        def begin() -> None:
+            self._check(pages, slots, lowest=-1)
+            task.keep_slots()
+            caller = self._device.current_stream()
+            task.after = None if self._device.is_idle(caller) else self._device.record(caller)
+
+        task.attempt(begin)
+        self._loads.submit(task)
+        return task
+
+    def _refuse_when_closed(self) -> None:
         if self._closed:
             raise CacheUsageError("the transfer engine is closed")
+
+    def _check(self, pages: PageBatch, slots: torch.Tensor, lowest: int) -> None:
+        self._refuse_when_closed()
         super()._check(pages, slots, lowest)
 
     def _submit(self, task: StagedTask[S], direction: Direction[S]) -> None:

@@ -52,6 +52,12 @@ class StagingRing:
         self._next = (start + count) % self.num_segments
         return Segments(self, start, count)
 
+    def take_whole(self, count: int) -> Segments:
+        """Exactly `count` neighbouring segments, from the front again where fewer are left at the end."""
+        if self._next + count > self.num_segments:
+            self._next = 0
+        return self.take(count)
+
     def next_is_free(self) -> bool:
         """Whether nothing uses the next segment any more."""
         return all(event.query() for event in self._busy[self._next])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,12 @@ import torch
 from mlkv.errors import CacheUsageError, ConfigError
 from mlkv.kernels.host_pages import HostPages, PageBatch
 from mlkv.layout import KVLayout, KVPool, RankSlice
+
+if TYPE_CHECKING:
+    from mlkv.kernels.cooperative import Cooperation, Exchange
+
+EXCHANGE_DEADLINE_S = 60.0
+"""Default wait of a cooperative load for the other ranks, as that of a step for them."""
 
 TransferPath = Literal["auto", "staged", "direct"]
 """How bytes cross between host and device, see `staged.choose_path`."""
@@ -64,7 +70,12 @@ class TransferEngine(ABC):
 
     Every submission is accepted or refused at once; nothing blocks but `close`. One that finds `max_tasks` of
     its direction in flight comes back already over, with an error that says so.
+
+    Attributes:
+        cooperation: of its loads with those of other ranks that read the same heads; None without an exchange.
     """
+
+    cooperation: Cooperation[Any] | None = None
 
     def __init__(self, pool: KVPool, host: HostPages, max_tasks: int) -> None:
         if pool.layout != host.layout:
@@ -92,6 +103,8 @@ class TransferEngine(ABC):
         max_tasks: int = 1024,
         transfer: TransferPath = "auto",
         on_pinned: Callable[[int, int], None] | None = None,
+        exchange: Exchange[Any] | None = None,
+        exchange_deadline_s: float = EXCHANGE_DEADLINE_S,
     ) -> TransferEngine:
         """The engine for the pool's device.
 
@@ -107,6 +120,9 @@ class TransferEngine(ABC):
             max_tasks: bound of the loads, and of the offloads, in flight.
             transfer: on CUDA, force the staged or the direct path; "auto" chooses for each transfer.
             on_pinned: on CUDA, called with (bytes done, bytes in all) while the host pool is pinned.
+            exchange: with the ranks that read the same heads, for cooperative loads. These are off until
+                `cooperation.begin` is called, and need equal loads in equal order on all of those ranks.
+            exchange_deadline_s: how long a cooperative load may wait for the other ranks.
 
         Raises:
             ConfigError: when a size or a shape does not fit.
@@ -121,7 +137,17 @@ class TransferEngine(ABC):
         # Imported here, because the engines import this module and each is needed on its own device only.
         if pool.device.type == "cpu":
             from mlkv.kernels.cpu import CpuTransferEngine
+            from mlkv.kernels.host_device import open_host_engine
 
+            if exchange is not None:
+                return open_host_engine(
+                    pool,
+                    pages,
+                    staging_bytes=staging_bytes,
+                    max_tasks=max_tasks,
+                    exchange=exchange,
+                    exchange_deadline_s=exchange_deadline_s,
+                )
             return CpuTransferEngine(pool, pages, staging_bytes=staging_bytes, max_tasks=max_tasks)
         if pool.device.type == "cuda":
             from mlkv.kernels.cuda import open_cuda_engine
@@ -133,6 +159,8 @@ class TransferEngine(ABC):
                 max_tasks=max_tasks,
                 transfer=transfer,
                 on_pinned=on_pinned,
+                exchange=exchange,
+                exchange_deadline_s=exchange_deadline_s,
             )
         raise ConfigError(f"no transfers for KV pools on {pool.device}; CPU and CUDA are supported")
 
@@ -185,6 +213,9 @@ class TransferEngine(ABC):
                 raise CacheUsageError(
                     f"slots must be in [{lowest}, {self._pool.num_slots}), got {least} to {most}"
                 )
+        self._check_pages(pages)
+
+    def _check_pages(self, pages: PageBatch) -> None:
         try:
             self._host.check(pages)
         except ValueError as error:

@@ -34,9 +34,11 @@ def ended(rank: Rank, value: Any) -> Any:
 # -- random traffic under random delays and failures -------------------------------------------------------
 
 
-def random_traffic(rank_index: int, tp: int, faults: str, num_rounds: int, host_pages: int) -> tuple[Any, ...]:
+def random_traffic(
+    rank_index: int, tp: int, faults: str, num_rounds: int, host_pages: int, num_kv_heads: int = 2
+) -> tuple[Any, ...]:
     """Conversations that grow, are stored, forgotten by the device and fetched again, several at a time."""
-    rank = make(tp, num_kv_heads=2, num_slots=512, host_pages=host_pages, faults=faults)
+    rank = make(tp, num_kv_heads=num_kv_heads, num_slots=512, host_pages=host_pages, faults=faults)
     chance = random.Random(5)  # the same on every rank
     talks = [tokens_of(9, seed) for seed in range(4)]
     wrong = 0
