@@ -58,7 +58,7 @@ class DiskVolume:
                 self.catalog = _open_catalog(self.folder.catalog_path)
                 opened.callback(lambda: self.catalog.close())  # by then it may be another one
                 self._leftovers = self.folder.leftovers()
-                self.index = self._recover()
+                self._recover()
             except (OSError, sqlite3.Error, CatalogDamaged) as error:
                 raise TierUnavailable(f"cannot use the disk folder {directory}: {error}") from error
             self._opened = opened.pop_all()
@@ -87,7 +87,7 @@ class DiskVolume:
         """
         with self.index_lock:
             condemned = self.index.condemned()
-            used = self.index.recency.take_unsaved()
+            used = self.index.recency.take_unsaved()  # lost if this fails, which costs order only
         if not (condemned or insert or used):
             return
         with self._catalog_errors():
@@ -158,6 +158,7 @@ class DiskVolume:
                 )
             self._grow_after = time.monotonic() + _GROWTH_RETRY_S
             return False
+        self._grow_after = 0.0
         with self.index_lock:
             self.index.grow(new_slots)
         return True
@@ -187,7 +188,8 @@ class DiskVolume:
             )
             oldest.remove()
 
-    def _recover(self) -> DiskIndex:
+    def _recover(self) -> None:
+        """Make slab, catalog and index agree with each other and with the limit."""
         if self.slab.num_slots > self.max_slots:
             log.warning(
                 "%s: shrunk from %d to %d pages, because the limit is %d bytes now",
@@ -197,24 +199,22 @@ class DiskVolume:
                 self._limit_bytes,
             )
             self.slab.shrink(self.max_slots)
+        self.index = DiskIndex(self.max_slots)
         try:
             self.catalog.drop_from(self.slab.num_slots)
-            index = DiskIndex(self.max_slots)
-            index.load(self.catalog.rows(), self.catalog.senseless_slots(), self.slab.num_slots)
+            self.index.load(self.catalog.rows(), self.catalog.senseless_slots(), self.slab.num_slots)
         except sqlite3.DatabaseError as error:
             if not self.catalog.is_damaged:
                 raise
             self.catalog.close()
             self.catalog = _new_catalog(self.catalog.path, error)
-            index = DiskIndex(self.max_slots)
-            index.load((), (), self.slab.num_slots)
-        self.index = index
+            self.index = DiskIndex(self.max_slots)
+            self.index.load((), (), self.slab.num_slots)
         self._remove_leftovers(self.slab.num_slots)
         if not self.slab.num_slots and not self._grow():
             raise TierUnavailable(
                 f"no room on the disk of {self.slab.path} for {self._page_bytes * self.max_slots} bytes"
             )
-        return index
 
     @contextmanager
     def _catalog_errors(self) -> Iterator[None]:
