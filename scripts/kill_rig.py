@@ -9,6 +9,7 @@ Under torchrun's agent, which ends survivors at once, it is seen whether a resta
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -50,7 +51,8 @@ _STALL_NOTICE_S = _CONNECT_S + 3 * PATIENCE_S
 """As `_NOTICE_S` where nobody ends: the longest wait there is, for a stopped rank that starts the owner."""
 
 _LIFE_LIMIT_S = 60.0  # of one job; it takes a few seconds
-_OWNER_END_S = 5.0
+_OWNER_END_S = 12.0  # one that is still starting must first find that nobody waits for it
+_STACKS_S = 0.3  # to write them
 _PR_SET_CHILD_SUBREAPER = 36
 _KEPT = "kept"  # `store.name` of an owner that outlives the job
 
@@ -189,6 +191,7 @@ def run_rank(plan_path: str, environment: dict[str, str], log_folder: str, kind:
         raise ZeroDivisionError("the code of the engine fails")
 
     signal.signal(signal.SIGUSR1, fail)
+    faulthandler.register(signal.SIGUSR2)  # into the log, of a rank that does not end
     sys.argv = ["job", plan_path]
     job.main()
 
@@ -239,6 +242,9 @@ class Ranks:
         for rank in ranks:
             self.processes[rank].join(max(0.0, end - time.monotonic()))
         stuck = [rank for rank in ranks if self.processes[rank].exitcode is None]
+        for rank in stuck:
+            os.kill(self.processes[rank].pid, signal.SIGUSR2)
+        time.sleep(_STACKS_S if stuck else 0.0)
         for rank in stuck:
             self.processes[rank].kill()
             self.processes[rank].join()

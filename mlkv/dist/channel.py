@@ -12,7 +12,7 @@ from mlkv.errors import RankLost
 class Decider(Protocol):
     """The deciding half of the protocol, as a channel uses it. Its messages are opaque to channels.
 
-    `note` is called by the thread that steps. `decide` and `refuse` may be called by another, once a step, in order.
+    `note` is called by the thread that steps; `decide` and `refuse` perhaps by another one, in the order of steps.
     """
 
     def note(self) -> bytes:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from mlkv import KVPool, MLKVConfig, MLKVError, MultiLevelCache, Replica, init_process_group
 from mlkv.engine import plan as files
@@ -59,7 +59,7 @@ class Rank:
         self.folder = folder
         self.rank = int(os.environ["RANK"])
         self.device = _device(plan)
-        mesh = init_device_mesh(plan.device, (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))["tp"]
+        mesh = _mesh(plan)
         self.replica = Replica.from_world(tp=plan.tp, dp=plan.dp, deadline_s=plan.deadline_s)
         prepared = plan.model.prepared()
         self.tokenizer: Tokenizer = prepared.tokenizer()
@@ -286,9 +286,28 @@ def _device(plan: JobPlan) -> torch.device:
     return device
 
 
+def _collective_deadline(plan: JobPlan) -> timedelta:
+    return timedelta(seconds=min(COLLECTIVE_DEADLINE_S, 2 * plan.deadline_s))
+
+
+def _mesh(plan: JobPlan) -> DeviceMesh:
+    """The ranks of this replica, for the model's collectives.
+
+    Not by `init_device_mesh`: the groups that it makes wait for 30 minutes (NCCL: 10), whatever the default group
+    was told (torch 2.11 and 2.13).
+    """
+    own: dist.ProcessGroup | None = None
+    for first in range(0, plan.dp * plan.tp, plan.tp):
+        ranks = list(range(first, first + plan.tp))
+        made = dist.new_group(ranks, timeout=_collective_deadline(plan))
+        own = made if dist.get_rank() in ranks else own
+    assert own is not None
+    return DeviceMesh.from_group(own, plan.device, mesh_dim_names=("tp",))
+
+
 @contextmanager
 def _world(plan: JobPlan) -> Iterator[None]:
-    deadline = timedelta(seconds=min(COLLECTIVE_DEADLINE_S, 2 * plan.deadline_s))
+    deadline = _collective_deadline(plan)
     if plan.device == "cuda":
         init_process_group("nccl", timeout=deadline, device_id=_device(plan))
     else:
@@ -341,7 +360,7 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     silence_transformers()
     fail = _LastWord(plan, folder, rank)
-    watch = Watch(folder, rank, plan.tp * plan.dp, plan.deadline_s, fail)
+    watch = Watch(folder, rank, plan.tp * plan.dp, plan.tp, plan.deadline_s, fail)
     try:
         with _world(plan):
             Rank(plan, folder).run()

@@ -45,15 +45,24 @@ class Watch:
 
     Args:
         folder: of this start of the job; each rank checks in there, and leaves its result or error.
+        tp: ranks of a replica, which wait for each other more than for the rest of the job.
         deadline_s: for all ranks to check in.
         on_gone: called on the thread when a rank is gone and this one has not ended `PATIENCE_S` later: it is
             stuck in something that cannot be interrupted.
     """
 
     def __init__(
-        self, folder: Path, rank: int, num_ranks: int, deadline_s: float, on_gone: Callable[[RankGone], None]
+        self,
+        folder: Path,
+        rank: int,
+        num_ranks: int,
+        tp: int,
+        deadline_s: float,
+        on_gone: Callable[[RankGone], None],
     ) -> None:
-        self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
+        self._folder, self._rank = folder, rank
+        self._others = [other for other in range(num_ranks) if other != rank]
+        self._peers = [other for other in self._others if other // tp == rank // tp]
         self._deadline_s, self._on_gone = deadline_s, on_gone
         self._gone: RankGone | None = None
         self._found = threading.Event()
@@ -75,10 +84,11 @@ class Watch:
         self._found.wait(PATIENCE_S)
         if self._gone is not None:
             return self._gone
-        silent = [rank for rank in self._others() if not self._has(rank, "stuck", "error", "rank")]
-        if not silent:
-            return error
-        return RankGone(silent[0], f"it does not take part, and has not ended ({error})")
+        for waited_for in (self._peers, self._others):
+            for rank in waited_for:
+                if not self._has(rank, "stuck", "error", "rank"):
+                    return RankGone(rank, f"it does not take part, and has not ended ({error})")
+        return error
 
     def close(self) -> None:
         """This rank is done. Harmless when repeated."""
@@ -94,7 +104,7 @@ class Watch:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
         rank_of: dict[int, int] = {}
-        missing = set(self._others())
+        missing = set(self._others)
         late_at = time.monotonic() + self._deadline_s
         while not self._closing.is_set():
             missing -= {rank for rank in missing if self._register(rank, poll, rank_of)}
@@ -144,9 +154,6 @@ class Watch:
                 return RankGone(rank, f"it ended with {left.kind}: {left.message}")
             blamed = RankGone(left.lost, f"rank {rank} found that: {left.message}")
         return blamed
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._num_ranks) if rank != self._rank]
 
     def _has(self, rank: int, *kinds: str) -> bool:
         return any(self._path(kind, rank).exists() for kind in kinds)

@@ -53,8 +53,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(watching, "PATIENCE_S", 0.3)
     started: list[Watch] = []
 
-    def make(on_gone: Callable[[RankGone], None] = lambda _gone: None, deadline_s: float = 30.0) -> Watch:
-        started.append(Watch(tmp_path, 0, 3, deadline_s, on_gone))
+    def make(
+        on_gone: Callable[[RankGone], None] = lambda _gone: None, deadline_s: float = 30.0, tp: int = 3
+    ) -> Watch:
+        started.append(Watch(tmp_path, 0, 3, tp, deadline_s, on_gone))
         return started[-1]
 
     yield make
@@ -114,6 +116,24 @@ def test_when_nobody_ended_the_rank_that_does_not_report_a_failure_as_well_is_na
     assert isinstance(gone, RankGone)
     assert gone.rank == 2
     assert "does not take part" in str(gone)
+
+
+@pytest.mark.parametrize(("reported", "named"), [(2, 1), (1, 2)])
+def test_a_stuck_rank_is_looked_for_in_the_replica_first(
+    tmp_path: Path, others: list[Rank], start: Callable[..., Watch], reported: int, named: int
+) -> None:
+    (tmp_path / f"stuck{reported}.json").touch()
+    gone = start(tp=2).explain(BROKEN)
+    assert isinstance(gone, RankGone)
+    assert gone.rank == named
+
+
+def test_a_rank_of_another_replica_that_only_computes_is_not_taken_for_the_stuck_one(
+    others: list[Rank], start: Callable[..., Watch]
+) -> None:
+    gone = start(tp=2).explain(BROKEN)
+    assert isinstance(gone, RankGone)
+    assert gone.rank == 1
 
 
 def test_errors_that_no_other_rank_can_cause_are_left_as_they_are(
