@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,9 +110,18 @@ class Owner:
             self._selector.register(tier_fd, selectors.EVENT_READ, lambda _mask: None)
         self._leave_at = time.monotonic() + max(_FIRST_CLIENT_S, settings.linger_s)
 
+    def watch_starter(self, pidfd: int) -> None:
+        """It may die, or be dead already, between our being ready and its connecting."""
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda _mask: self._on_starter_end(pidfd))
+
+    def _on_starter_end(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        self.starter_is_gone()
+
     def starter_is_gone(self) -> None:
         """Do not wait for it to connect."""
-        self._leave_at = time.monotonic() + max(_ORPHAN_S, self._settings.linger_s)
+        self._leave_at = min(self._leave_at, time.monotonic() + max(_ORPHAN_S, self._settings.linger_s))
 
     def serve(self) -> bool:
         """Until the last client is gone (unless kept), or SIGTERM. False if a thread still hangs in a tier."""
@@ -423,18 +433,28 @@ def _parse(argv: Sequence[str] | None) -> _Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. With --lock-fd and --ready-fd (from spawn.py) it detaches, and reports through the pipe."""
     arguments = _parse(argv)
-    if arguments.lock_fd is not None and os.fork():
-        # The engine gets no child of ours: it could be waiting for any of its children, and would owe us a wait.
-        os._exit(0)
-    return run(arguments.settings, arguments.lock_fd, arguments.ready_fd)
+    starter_fd: int | None = None
+    if arguments.lock_fd is not None:
+        with suppress(OSError):  # without pidfd, an owner of a dead starter waits longer for a client
+            starter_fd = os.pidfd_open(os.getppid())
+        if os.fork():
+            # The engine gets no child of ours: it could wait for any of its children, and would owe us a wait.
+            os._exit(0)
+    return run(arguments.settings, arguments.lock_fd, arguments.ready_fd, starter_fd)
 
 
-def run(settings: OwnerSettings, lock_fd: int | None = None, ready_fd: int | None = None) -> int:
+def run(
+    settings: OwnerSettings,
+    lock_fd: int | None = None,
+    ready_fd: int | None = None,
+    starter_fd: int | None = None,
+) -> int:
     """Be the owner, until it ends. Returns the exit status of the process.
 
     Args:
         lock_fd: of the lock of the socket, if the starter holds it.
         ready_fd: to tell the starter that it listens, or why it cannot; default: standard error says why.
+        starter_fd: a pidfd of the starter.
     """
     try:
         logging.basicConfig(
@@ -462,6 +482,8 @@ def run(settings: OwnerSettings, lock_fd: int | None = None, ready_fd: int | Non
         except BrokenPipeError:
             owner.starter_is_gone()
         os.close(ready_fd)
+    if starter_fd is not None:
+        owner.watch_starter(starter_fd)
     have_returned = owner.serve()
     _log.info("ends")
     if not have_returned:

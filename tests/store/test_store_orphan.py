@@ -14,6 +14,8 @@ from mlkv import ConfigError
 from mlkv.store import StoreClient
 from mlkv.store.rendezvous import SocketLock, lock_path
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_owner_of_a_starter_that_died_leaves_soon_and_takes_its_files_along(tmp_path: Path) -> None:
     folder = tmp_path / "store"
@@ -36,6 +38,28 @@ def test_owner_of_a_starter_that_died_leaves_soon_and_takes_its_files_along(tmp_
     _, errors = process.communicate(timeout=20)  # until the detached owner has closed its standard error: its end
     assert errors == ""
     end = time.monotonic() + 5
+    while path.exists() or lock_path(path).exists():
+        assert time.monotonic() < end, list(folder.iterdir())
+        time.sleep(0.01)
+
+
+_STARTER = """
+import os, sys, time
+from pathlib import Path
+from mlkv.store.rendezvous import SocketLock
+from mlkv.store.spawn import OwnerSettings, spawn_owner
+path = Path(sys.argv[1])
+spawn_owner(OwnerSettings(socket_path=path, host_bytes=65536, page_bytes=4096), SocketLock.acquire(path, 5.0), 20.0)
+os._exit(0)  # ready, but it never connects
+"""
+
+
+def test_owner_whose_starter_dies_before_it_connects_leaves_soon_and_takes_its_files_along(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir(mode=0o700)
+    path = folder / "x.sock"
+    subprocess.run([sys.executable, "-c", _STARTER, str(path)], check=True, timeout=60, cwd=ROOT)
+    end = time.monotonic() + 10
     while path.exists() or lock_path(path).exists():
         assert time.monotonic() < end, list(folder.iterdir())
         time.sleep(0.01)
