@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # the store's owner reads headers, and has no use for torch
 HEADER_IDENTITY_BYTES = 128
 """Space for the identity part of the header; the table of checksums (8 bytes a head) follows it."""
 
+_HEADER_ALIGN_BYTES = 512
+
 MAGIC = b"MLKV"
 FORMAT_VERSION = 1
 
@@ -104,7 +106,7 @@ class PageHeader:
 
 def header_bytes(num_kv_heads: int) -> int:
     """Length of a header: the identity and the table of checksums, up to a whole number of 512 bytes."""
-    return -(-(HEADER_IDENTITY_BYTES + 8 * num_kv_heads) // 512) * 512
+    return -(-(HEADER_IDENTITY_BYTES + 8 * num_kv_heads) // _HEADER_ALIGN_BYTES) * _HEADER_ALIGN_BYTES
 
 
 def write_identity(page: ByteArray, layout: KVLayout, identity: PageIdentity) -> None:
@@ -141,6 +143,51 @@ def peek_header(page: ByteArray) -> PageHeader | None:
     if not heads or not tokens or not head_bytes or head_bytes % 4:
         return None
     return found
+
+
+@dataclass(frozen=True)
+class PageHeaders:
+    """`PageHeader` for a batch of n pages; what is not valid has no meaning in the other fields.
+
+    Attributes:
+        is_valid: bool `[n]`, whether each is a header of this format.
+        keys, parents, fingerprints: `16 * n` bytes each, one after the other.
+        generations: uint64 `[n]`.
+        used_bytes: int64 `[n]`, where the last head slice of each page ends.
+    """
+
+    is_valid: npt.NDArray[np.bool_]
+    keys: bytes
+    parents: bytes
+    fingerprints: bytes
+    generations: npt.NDArray[np.uint64]
+    used_bytes: npt.NDArray[np.int64]
+
+
+def peek_headers(headers: ByteArray) -> PageHeaders:
+    """`peek_header` for a batch. `headers`: uint8 `[n, at least 76]`."""
+    records = np.ascontiguousarray(headers[:, :IDENTITY_BYTES]).view(_IDENTITY_RECORD)[:, 0]
+    heads, head_bytes = records["heads"].astype(np.int64), records["head_bytes"].astype(np.int64)
+    is_valid: npt.NDArray[np.bool_] = (
+        (records["magic"] == MAGIC)
+        & (records["version"] == FORMAT_VERSION)
+        & (heads > 0)
+        & (records["tokens"] > 0)
+        & (head_bytes > 0)
+        & (head_bytes % 4 == 0)
+        & (records["crc"] == _record_crcs(records))
+    )
+    ends = (
+        -(-(HEADER_IDENTITY_BYTES + 8 * heads) // _HEADER_ALIGN_BYTES) * _HEADER_ALIGN_BYTES + heads * head_bytes
+    )
+    return PageHeaders(
+        is_valid,
+        records["key"].tobytes(),
+        records["parent"].tobytes(),
+        records["fingerprint"].tobytes(),
+        records["generation"],
+        ends,
+    )
 
 
 def read_identity(page: ByteArray, layout: KVLayout) -> PageIdentity | None:

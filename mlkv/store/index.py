@@ -46,6 +46,7 @@ from mlkv.store.tree import Pages, PageTree
 __all__ = ["KEY_BYTES", "Index", "IndexBroken"]
 
 _NO_PAGES: Final[Pages] = np.empty(0, np.int32)
+_NONE: Final = -1
 _NO_GENERATIONS: Final[NDArray[np.uint64]] = np.empty(0, np.uint64)
 
 _FIRST_LOOK: Final = 64
@@ -267,6 +268,10 @@ class Index:
         key = self._table.key_of(page) if self._state[page] == READY else None
         return key, int(self._generation[page])
 
+    def identities(self, pages: Pages) -> tuple[bytes, NDArray[np.uint64], NDArray[np.bool_]]:
+        """Of each page 16 bytes of key, the generation, and whether it is READY: if not, these mean nothing."""
+        return self._table.keys_of(pages).tobytes(), self._generation[pages], self._states[pages] == READY
+
     def parent(self, page: int) -> int | None:
         """The page that a page in use continues; None at the start of a chain."""
         parent = self._tree.parent[page]
@@ -275,6 +280,22 @@ class Index:
     def next_victim(self) -> int | None:
         """The page that would be evicted now if there were no free one; None when none could be."""
         return self._policy.victim()
+
+    # What people's tools look at
+
+    def find(self, key: bytes) -> int | None:
+        """The READY page with this key."""
+        page = self._table.find(key) if len(key) == KEY_BYTES else _NONE
+        return page if page != _NONE and self._state[page] == READY else None
+
+    def entries(self, start: int, limit: int) -> tuple[Pages, bytes, NDArray[np.uint64], NDArray[np.uint8]]:
+        """The first `limit` pages with a key, from page `start` on, their keys, generations and states."""
+        pages = (np.flatnonzero(self._table.known[start:])[:limit] + start).astype(np.int32)
+        return pages, self._table.keys_of(pages).tobytes(), self._generation[pages], self._states[pages]
+
+    def chain_starts(self) -> Pages:
+        """The READY pages that continue no other."""
+        return np.flatnonzero((self._states == READY) & self._tree.is_top).astype(np.int32)
 
     @property
     def num_free(self) -> int:

@@ -12,6 +12,9 @@ import mmap
 import os
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mlkv.errors import ConfigError, StoreError
 from mlkv.store.numa import interleave, memory_nodes
 
@@ -56,6 +59,11 @@ class HostPool:
         except OSError as error:
             raise StoreError(f"cannot map the host pool of {size_bytes} bytes: {error.strerror}") from error
         self.buffer = memoryview(self._mapping)
+
+    def headers(self, pages: NDArray[np.int32], num_bytes: int) -> NDArray[np.uint8]:
+        """Copies of the first bytes of pages: uint8 `[n, num_bytes]`."""
+        every = np.frombuffer(self.buffer, np.uint8).reshape(self.num_pages, self.page_bytes)
+        return every[pages, :num_bytes]
 
     def page(self, number: int) -> memoryview:
         """The bytes of one page, writable."""

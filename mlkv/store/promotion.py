@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from mlkv.page import peek_header
+from mlkv.page import IDENTITY_BYTES, peek_headers
 from mlkv.store.chains import split_keys
 from mlkv.store.grants import Reservation
 from mlkv.store.index import KEY_BYTES, Index
@@ -32,6 +32,8 @@ _POOL_SHARE: Final = 2
 _BATCH_SHARE: Final = 8
 """A batch takes at most one page in so many, so that several fit into a small pool."""
 
+
+_NO_GENERATIONS: Final[NDArray[np.uint64]] = np.empty(0, np.uint64)
 
 _log = logging.getLogger("mlkv.store")
 
@@ -246,28 +248,32 @@ class Promoter:
         payload is right is for the ranks to see when they load it.
         """
         assert batch.good is not None
-        generations: list[int] = []
-        for position, (page, came) in enumerate(zip(batch.pages.tolist(), batch.good.tolist(), strict=True)):
-            if not came:
-                break
-            at = batch.first + position
-            header = peek_header(np.frombuffer(self._pool.page(page), np.uint8))
-            identity = None if header is None else header.identity
-            if (
-                header is None
-                or identity is None
-                or header.used_bytes > self._pool.page_bytes
-                or identity.key != promotion.key(at)
-                or (at and identity.parent != promotion.key(at - 1))
-                or identity.fingerprint != (promotion.fingerprint or identity.fingerprint)
-            ):
-                self.num_bad_headers[promotion.tier] += 1
-                _log.warning("tier %s: what it has under a key is another page", self._runner(promotion).name)
-                self._runner(promotion).delete([promotion.key(at)])
-                break
-            promotion.fingerprint = identity.fingerprint
-            generations.append(identity.generation)
-        return np.array(generations, np.uint64)
+        num_came = len(batch.good) if batch.good.all() else int(batch.good.argmin())
+        if not num_came:
+            return _NO_GENERATIONS
+        wanted = promotion.keys[batch.first * KEY_BYTES : (batch.first + num_came) * KEY_BYTES]
+        found = peek_headers(self._pool.headers(batch.pages[:num_came], IDENTITY_BYTES))
+        if batch.first:
+            before = promotion.key(batch.first - 1)
+        else:  # the parent of a chain's first page is known to its engine only
+            before = found.parents[:KEY_BYTES]
+        namespace = promotion.fingerprint or found.fingerprints[:KEY_BYTES]
+        is_right = (
+            found.is_valid
+            & (found.used_bytes <= self._pool.page_bytes)
+            & _equal(found.keys, wanted)
+            & _equal(found.parents, before + wanted[:-KEY_BYTES])
+            & _equal(found.fingerprints, namespace * num_came)
+        )
+        num_right = num_came if is_right.all() else int(is_right.argmin())
+        if num_right:
+            promotion.fingerprint = namespace
+        if num_right < num_came:
+            runner = self._runners[promotion.tier]
+            self.num_bad_headers[promotion.tier] += 1
+            _log.warning("tier %s: what it has under a key is another page", runner.name)
+            runner.delete([promotion.key(batch.first + num_right)])
+        return found.generations[:num_right]
 
     def _abandon(self, promotion: Promotion) -> None:
         """Nothing more of this tier is of use: what it still reads has lost its prefix."""
@@ -282,9 +288,6 @@ class Promoter:
         self._index.cancel(batch.reservation)
         self._num_pages -= len(batch.pages)
 
-    def _runner(self, promotion: Promotion) -> TierRunner:
-        return self._runners[promotion.tier]
-
     def _finish(self, promotion: Promotion) -> None:
         promotion.is_done = True
         self._num_promotions -= 1
@@ -293,3 +296,10 @@ class Promoter:
                 del self._by_key[key]
         for tell in promotion.on_progress:
             tell()
+
+
+def _equal(found: bytes, wanted: bytes) -> NDArray[np.bool_]:
+    """Which of n keys are as wanted: bool `[n]`."""
+    halves = np.frombuffer(found, "<u8") == np.frombuffer(wanted, "<u8")
+    equal: NDArray[np.bool_] = halves.reshape(-1, 2).all(axis=1)
+    return equal

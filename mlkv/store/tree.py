@@ -97,6 +97,12 @@ class PageTree:
         is_first[1:] = ~siblings
         self._first[parents[is_first]] = pages[is_first]
 
+    @property
+    def is_top(self) -> NDArray[np.bool_]:
+        """Whether each page is linked below the root, bool `[num_pages]`."""
+        top: NDArray[np.bool_] = self._parent[:-1] == self.root
+        return top
+
     def is_linked(self, page: int) -> bool:
         return self.parent[page] != _NONE
 

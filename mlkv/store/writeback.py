@@ -10,7 +10,8 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mlkv.page import peek_header
+from mlkv.page import IDENTITY_BYTES, peek_headers
+from mlkv.store.chains import split_keys
 from mlkv.store.index import Index
 from mlkv.store.pool import HostPool
 from mlkv.store.tiers.base import StoredPage
@@ -156,8 +157,8 @@ class WriteBack:
         pages = chain.pages[chain.next : chain.next + runner.batch_pages]
         chain.next += len(pages)
         self._num_waiting[tier] -= len(pages)
-        stored = [page for page in map(self._describe, pages.tolist()) if page is not None]
-        if len(stored) == len(pages):
+        stored = self._describe(pages)
+        if stored is not None:
             hold = self._index.hold(int(pages[-1]))
             views = [self._pool.page(page).toreadonly() for page in pages.tolist()]
             if not runner.write(
@@ -173,16 +174,15 @@ class WriteBack:
             self._waiting[tier].popleft()
             self._index.release([chain.hold])
 
-    def _describe(self, page: int) -> StoredPage | None:
-        """What a tier is told of a page; None if its header is not that of the page, which then stays here."""
-        key, generation = self._index.identity(page)
-        header = peek_header(np.frombuffer(self._pool.page(page), np.uint8))
-        if key is None or header is None:
+    def _describe(self, pages: NDArray[np.int32]) -> list[StoredPage] | None:
+        """What a tier is told of these pages; None if the header of one is not its own: then they stay here."""
+        keys, generations, is_ready = self._index.identities(pages)
+        found = peek_headers(self._pool.headers(pages, IDENTITY_BYTES))
+        is_own = is_ready & found.is_valid & (found.generations == generations)
+        if found.keys != keys or not (is_own & (found.used_bytes <= self._pool.page_bytes)).all():
             return None
-        found = header.identity
-        if (found.key, found.generation) != (key, generation) or header.used_bytes > self._pool.page_bytes:
-            return None
-        return StoredPage(key, found.parent, found.fingerprint, generation)
+        each = zip(*map(split_keys, (keys, found.parents, found.fingerprints)), generations.tolist(), strict=True)
+        return [StoredPage(key, parent, fingerprint, number) for key, parent, fingerprint, number in each]
 
     def _answered(self, tier: int, pages: NDArray[np.int32], answer: Answer) -> None:
         if not answer.error:

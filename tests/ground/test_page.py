@@ -19,6 +19,7 @@ from mlkv.page import (
     checksum_weights,
     payload_checksum,
     peek_header,
+    peek_headers,
     read_identity,
     verify_own_header,
     verify_page,
@@ -171,3 +172,31 @@ def test_header_that_says_nothing_sensible_is_none() -> None:
     page[6:8] = 0  # no heads, with a checksum that is right
     page[72:76] = np.frombuffer(zlib.crc32(page[:72].tobytes()).to_bytes(4, "little"), np.uint8)
     assert peek_header(page) is None
+
+
+def test_headers_of_a_batch_say_what_each_says_alone() -> None:
+    pages = np.stack([write_page(seed=seed, generation=seed, key=bytes([seed]) * 16) for seed in range(1, 7)])
+    pages[1, 5] ^= 1  # version
+    pages[2, 40] ^= 1  # key
+    pages[3] = 0
+    pages[4, LAYOUT.header_bytes] ^= 1  # payload: for the checksums to see
+    found = peek_headers(pages)
+    alone = [peek_header(page) for page in pages]
+    assert (
+        found.is_valid.tolist()
+        == [header is not None for header in alone]
+        == [True, False, False, False, True, True]
+    )
+    for number, header in enumerate(alone):
+        if header is not None:
+            at = slice(16 * number, 16 * number + 16)
+            identity = header.identity
+            assert (found.keys[at], found.parents[at], found.fingerprints[at]) == (
+                identity.key,
+                identity.parent,
+                identity.fingerprint,
+            )
+            assert (int(found.generations[number]), int(found.used_bytes[number])) == (
+                identity.generation,
+                header.used_bytes,
+            )
