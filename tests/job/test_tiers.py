@@ -1,0 +1,74 @@
+"""Jobs that find what earlier ones left in lower tiers."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.job.jobs import TINY, assert_nothing_left, finish, start
+from tests.store.remote_servers import RedisServer
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For the jobs' sockets: its path must be short."""
+    with tempfile.TemporaryDirectory(prefix="mlkv-test-", ignore_cleanup_errors=True) as path:
+        (Path(path) / "home").mkdir()
+        yield Path(path)
+
+
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
+    path = folder / "home" / "report.json"
+    status, out, err = finish(start(folder, *TINY, "--max-new-tokens", "8", "--json", str(path), *arguments))
+    assert status == 0, err + out
+    assert_nothing_left(folder)
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert all(report["audits"].values())
+    return report
+
+
+def found_below(report: dict[str, Any], tier: str) -> float:
+    """Share of the prompts' tokens that came from this tier. The parts must add up to the whole."""
+    tokens = report["tokens"]
+    assert sum(tokens.values()) == sum(request["prompt_tokens"] for request in report["requests"])
+    assert min(tokens.values()) >= 0
+    return float(tokens[tier]) / sum(tokens.values())
+
+
+@pytest.mark.timeout(400)
+def test_second_job_serves_its_prompts_from_disk(folder: Path, tmp_path: Path) -> None:
+    disk = ("--disk", str(tmp_path / "kv"), "--disk-bytes", "1GiB")
+    first = run(folder, *disk)
+    assert found_below(first, "disk") == 0
+    second = run(folder, *disk)
+    assert found_below(second, "disk") > 0.2
+    assert second["tokens"]["computed"] < 0.3 * first["tokens"]["computed"]
+    assert [r["answer"] for r in second["requests"]] == [r["answer"] for r in first["requests"]]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(bool(RedisServer.missing()), reason=RedisServer.missing())
+def test_deployment_with_another_tp_size_reads_what_the_first_one_wrote(folder: Path, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis")
+    server.start()
+    try:
+        first = run(folder, "--tp", "2", "--remote", server.url)
+        second = run(folder, "--tp", "1", "--remote", server.url)
+    finally:
+        server.kill()
+    assert found_below(first, "remote") == 0
+    assert found_below(second, "remote") > 0.2
+    assert second["tokens"]["computed"] < 0.3 * first["tokens"]["computed"]
+
+
+def test_disk_folder_that_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, _out, err = finish(start(folder, *TINY, "--disk", str(tmp_path / "file")))
+    assert status == 1
+    assert f"cannot use the disk folder {tmp_path / 'file'}" in err
+    assert_nothing_left(folder)
