@@ -49,7 +49,8 @@ from pathlib import Path
 from mlkv.store.rendezvous import SocketLock
 from mlkv.store.spawn import OwnerSettings, spawn_owner
 path = Path(sys.argv[1])
-spawn_owner(OwnerSettings(socket_path=path, host_bytes=65536, page_bytes=4096), SocketLock.acquire(path, 5.0), 20.0)
+settings = OwnerSettings(socket_path=path, host_bytes=65536, page_bytes=4096)
+spawn_owner(settings, SocketLock.acquire(path, 5.0), 20.0)
 os._exit(0)  # ready, but it never connects
 """
 
