@@ -147,7 +147,9 @@ class MultiLevelCache:
         self._num_slots = num_slots
         self._replica = replica
         self._slice = rank_slice
-        self._namespace = Namespace(config.model, layout, config.version)
+        self._namespace = host_store.open_namespace(
+            client, Namespace(config.model, layout, config.version), replica, config.store.connect_deadline_s
+        )
         self._client = client
         self._mover = mover
         self._planner = (
@@ -168,6 +170,7 @@ class MultiLevelCache:
             self._planner,
             min_load_tokens=config.min_load_tokens,
             max_tasks=config.move.max_tasks,
+            epoch=self._namespace.epoch,
         )
         self._digest = b""
         self._closed = False
@@ -195,7 +198,7 @@ class MultiLevelCache:
         """
         if device_tokens < 0:
             raise CacheUsageError(f"request {request_id!r}: device_tokens is {device_tokens}")
-        root = self._namespace.root(adapter=adapter, media=media, salt=salt)
+        root = self.namespace.root(adapter=adapter, media=media, salt=salt)
         keys = page_keys(tokens[: max(0, len(tokens) - 1)], self._layout.page_tokens, root)
         self._lifecycle.lookup(request_id, keys, device_tokens)
 
@@ -237,7 +240,7 @@ class MultiLevelCache:
         if len(slots) != len(tokens):
             raise CacheUsageError(f"request {request_id!r}: {len(tokens)} tokens but {len(slots)} slots")
         self._check_slots(request_id, slots, len(tokens), lowest=0)
-        root = self._namespace.root(adapter=adapter, media=media, salt=salt)
+        root = self.namespace.root(adapter=adapter, media=media, salt=salt)
         keys = page_keys(tokens, self._layout.page_tokens, root)
         whole = len(keys) // KEY_BYTES * self._layout.page_tokens
         self._lifecycle.offload(request_id, keys, root, slots[:whole])
@@ -277,9 +280,26 @@ class MultiLevelCache:
         """Forget every page of the host's store. Loads in flight finish; what is being written is not kept."""
         self._lifecycle.clear()
 
+    def invalidate(self) -> None:
+        """The weights have changed: from now on no older page of this namespace is found, in any tier.
+
+        Collective as every call; legal at any time. Lookups in flight are answered with no hit, loads in flight
+        (and of hits answered before) end in `step.failed` with nothing loaded, offloads in flight in
+        `step.unstored`. It holds after a restart of everything too: the master waits here until the store has it
+        on record in every tier that answers, for `store.answer_deadline_s` at most.
+
+        All replicas and engines that use the namespace with one store are in this together. Each of them learns of
+        it with its next request, and what it asks or stores until then is of no effect. So all of them must have
+        the new weights before one goes on. Calling it in each of them invalidates once or a few times more, which
+        costs pages, never correctness. Where replicas are updated one by one, give them another `version`.
+        """
+        self._lifecycle.invalidate()
+
     @property
     def namespace(self) -> Namespace:
-        """What the keys of this cache depend on besides the tokens."""
+        """What the keys of this cache depend on besides the tokens; its epoch changes with `invalidate`."""
+        if self._namespace.epoch != self._lifecycle.epoch:
+            self._namespace = dataclasses.replace(self._namespace, epoch=self._lifecycle.epoch)
         return self._namespace
 
     @property

@@ -1,6 +1,6 @@
 """Facts: what only the master learns from its store, told to every rank in the decision of a step.
 
-A fact refers to a facade call by its number, which is the same on every rank.
+Most facts refer to a facade call by its number, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ class StoredFact(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     reason: str
 
 
-Fact = Union[HitFact, ReserveFact, StoredFact]  # noqa: UP007 - msgspec decodes it at run time on Python 3.10
+class EpochFact(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
+    """Others have invalidated the namespace: it is in this epoch now."""
+
+    epoch: int
+
+
+Fact = Union[HitFact, ReserveFact, StoredFact, EpochFact]  # noqa: UP007 - msgspec decodes it at run time on Python 3.10
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Fact] = msgspec.msgpack.Decoder(Fact)

@@ -17,8 +17,9 @@ from mlkv.address import owner_socket
 from mlkv.config import MLKVConfig
 from mlkv.dist import Replica
 from mlkv.errors import ConfigError, MLKVError, StoreError
+from mlkv.keys import Namespace
 from mlkv.layout import KVLayout, RankSlice
-from mlkv.store import StoreClient
+from mlkv.store import Open, StoreClient
 
 
 def check_same_everywhere(config: MLKVConfig, layout: KVLayout, replica: Replica) -> None:
@@ -78,6 +79,23 @@ def connect(config: MLKVConfig, layout: KVLayout, replica: Replica) -> StoreClie
     if all(pages):
         raise StoreError(f"the hosts of this replica lend pools of different sizes: {pages} pages by rank")
     raise StoreError(f"rank {pages.index(0)} of this replica could not reach the store; see its error")
+
+
+def open_namespace(client: StoreClient, namespace: Namespace, replica: Replica, deadline_s: float) -> Namespace:
+    """`namespace` in the epoch in which the store of the master's host has it. Collective over the replica."""
+    epoch, error = -1, None
+    if replica.is_master:
+        try:
+            request = Open(namespace.fingerprint, namespace.model, namespace.layout.page_tokens)
+            epoch = client.call(request, deadline_s).epoch
+        except MLKVError as problem:
+            error = problem
+    epoch = replica.all_ints(epoch)[0]
+    if error is not None:
+        raise error
+    if epoch < 0:
+        raise StoreError("rank 0 of this replica could not open its namespace in the store; see its error")
+    return dataclasses.replace(namespace, epoch=epoch)
 
 
 def writes_identity(replica: Replica) -> bool:

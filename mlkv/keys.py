@@ -35,11 +35,14 @@ class Namespace:
         model: identity of the weights: a digest, or a name with its revision.
         layout: geometry, dtype and page size (the TP size is not part of it: pages are TP-agnostic).
         version: counts updates of the weights; raised when the old KV must no longer be used.
+        epoch: counts invalidations of the namespace while its settings stay the same. It changes the keys of all
+            pages but not the fingerprint, by which stores know the namespace.
     """
 
     model: str
     layout: KVLayout
     version: int = 0
+    epoch: int = 0
     fingerprint: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,10 +59,17 @@ class Namespace:
             media: hashes of the multimodal items of the prompt, in their order.
             salt: secret of a tenant whose prefixes nobody else may share or probe.
         """
-        if not (adapter or media or salt):
-            return self.fingerprint
-        text = json.dumps([adapter, list(media), salt])
-        return hashlib.blake2b(self.fingerprint + text.encode(), digest_size=KEY_BYTES).digest()
+        return root_key(self.fingerprint, self.epoch, adapter=adapter, media=media, salt=salt)
+
+
+def root_key(
+    fingerprint: bytes, epoch: int, *, adapter: str = "", media: Sequence[str] = (), salt: str = ""
+) -> bytes:
+    """`Namespace.root` of the namespace with this fingerprint in this epoch: 16 bytes."""
+    if not (adapter or media or salt or epoch):
+        return fingerprint
+    parts = [adapter, list(media), salt, epoch] if epoch else [adapter, list(media), salt]
+    return hashlib.blake2b(fingerprint + json.dumps(parts).encode(), digest_size=KEY_BYTES).digest()
 
 
 def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> TokenArray:

@@ -15,12 +15,14 @@ import torch
 from mlkv import facts
 from mlkv.dist import Agreed, Mark, Member, Stream, TaskFailure
 from mlkv.errors import CacheUsageError, MLKVError
-from mlkv.facts import Fact, HitFact, ReserveFact, StoredFact
+from mlkv.facts import EpochFact, Fact, HitFact, ReserveFact, StoredFact
 from mlkv.kernels import PageBatch
 from mlkv.keys import KEY_BYTES
 from mlkv.layout import KVLayout, RankSlice
-from mlkv.planner import HitAnswer, Planner, ReserveAnswer
+from mlkv.planner import EpochAnswer, HitAnswer, Planner, ReserveAnswer
 from mlkv.tasks import CacheStats, Failure, Hit, LoadStatus, LoadTask, OffloadStatus, OffloadTask, StepResult
+
+_INVALIDATED = "the cache was invalidated meanwhile"
 
 
 class StartsTransfers(Protocol):
@@ -38,6 +40,10 @@ class Lifecycle:
         min_load_tokens: hits that save fewer tokens are not loaded.
         max_tasks: lookups, loads and offloads in flight; what exceeds it is a miss or is not stored.
         planner: on the master only.
+        epoch: of the namespace at the start, see `Namespace.epoch`.
+
+    Attributes:
+        epoch: of the namespace now, the same on every rank.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class Lifecycle:
         *,
         min_load_tokens: int,
         max_tasks: int,
+        epoch: int = 0,
     ) -> None:
         self._layout = layout
         self._slice = rank_slice
@@ -58,6 +65,7 @@ class Lifecycle:
         self._planner = planner
         self._min_load_tokens = min_load_tokens
         self._max_tasks = max_tasks
+        self._begin_epoch(epoch)
         self._loads: dict[str, LoadTask] = {}  # the current one of each request
         self._offloads: dict[str, OffloadTask] = {}
         self._by_call: dict[int, LoadTask | OffloadTask] = {}
@@ -161,6 +169,20 @@ class Lifecycle:
         if self._planner is not None:
             self._planner.clear()
 
+    def invalidate(self) -> None:
+        """Begin the next epoch. What is in flight has KV of before: loads of it fail, offloads are not stored."""
+        self._record("invalidate", "")
+        for task in self._by_call.values():
+            task.is_stale = True
+        self.epoch += 1
+        if self._planner is not None:
+            self._planner.invalidate(self.epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if self._planner is not None:
+            self._planner.epoch = epoch
+
     def _record(self, name: str, request_id: str, *details: object) -> int:
         identity = repr((name, request_id, details)).encode()
         return self._member.record(Stream.CALLS, identity, f"{name}({request_id})")
@@ -183,6 +205,8 @@ class Lifecycle:
             fact: Fact
             if isinstance(answer, HitAnswer):
                 fact = self._hit_fact(answer)
+            elif isinstance(answer, EpochAnswer):
+                fact = EpochFact(answer.epoch)
             elif isinstance(answer, ReserveAnswer):
                 indices, generations = answer.indices.tobytes(), answer.generations.tobytes()
                 fact = ReserveFact(answer.call, answer.first, indices, generations)
@@ -225,6 +249,10 @@ class Lifecycle:
         return result
 
     def _apply_fact(self, fact: Fact, result: StepResult) -> None:
+        if isinstance(fact, EpochFact):
+            if fact.epoch > self.epoch:
+                self._begin_epoch(fact.epoch)
+            return
         task = self._by_call.get(fact.call)
         if task is None:  # aborted or declined since it was asked
             return
@@ -241,7 +269,9 @@ class Lifecycle:
 
     def _apply_hit(self, task: LoadTask, fact: HitFact, result: StepResult) -> None:
         page_tokens = self._layout.page_tokens
-        if not fact.num_pages:
+        if not fact.num_pages or task.is_stale:
+            if fact.num_pages:
+                self._drop(task.call)
             del self._loads[task.request_id]
             del self._by_call[task.call]
             result.hits[task.request_id] = Hit(0)
@@ -285,8 +315,8 @@ class Lifecycle:
         if task.aborted:
             return
         del self._offloads[task.request_id]
-        num_tokens = fact.num_pages * self._layout.page_tokens
-        reason = task.failure or fact.reason
+        num_tokens = 0 if task.is_stale else fact.num_pages * self._layout.page_tokens
+        reason = task.failure or fact.reason or (_INVALIDATED if task.is_stale else "")
         if reason:
             self.stats.failed_offloads += 1
             result.unstored[task.request_id] = Failure(num_tokens, reason)
@@ -302,6 +332,8 @@ class Lifecycle:
                 by_tier = self.stats.loaded_pages_by_tier
                 by_tier[tier] = by_tier.get(tier, 0) + count
             self._planner.finish_load(task.call, None if failure is None else task.first_page + num_good)
+        if task.is_stale:
+            num_good = 0
         self.stats.loaded_pages += num_good
         self.stats.loaded_bytes += num_good * self._slice.num_heads * self._layout.head_bytes
         if self._loads.get(task.request_id) is not task:
@@ -309,11 +341,13 @@ class Lifecycle:
             return
         del self._loads[task.request_id]
         num_tokens = (task.first_page + num_good) * self._layout.page_tokens
-        if failure is None:
+        if failure is None and not task.is_stale:
             result.loaded[task.request_id] = num_tokens
         else:
             self.stats.failed_loads += 1
-            reason = f"rank {failure.rank} verified {num_good} of {len(task.indices)} pages"
+            reason = _INVALIDATED
+            if failure is not None and not task.is_stale:
+                reason = f"rank {failure.rank} verified {num_good} of {len(task.indices)} pages"
             result.failed[task.request_id] = Failure(max(num_tokens, task.device_tokens), reason)
 
     def _pop_released(self, number: int, _: TaskFailure | None, result: StepResult) -> None:
@@ -330,6 +364,8 @@ class Lifecycle:
         num_good = task.num_pages_moved if failure is None else failure.num_good
         if failure is not None:
             task.failure = f"rank {failure.rank} stored {num_good} of {task.num_pages_moved} pages"
+        if task.is_stale:
+            num_good = 0
         self.stats.offloaded_pages += num_good
         self.stats.offloaded_bytes += num_good * self._slice.num_written_heads * self._layout.head_bytes
         if self._planner is not None:

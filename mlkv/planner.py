@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlkv.errors import DeadlineExceeded, StoreError, StoreLost
-from mlkv.store import StoreClient, wire
+from mlkv.store import Invalidate, Stale, StoreClient, wire
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,14 @@ class StoredAnswer:
     reason: str = ""
 
 
-Answer = Union[HitAnswer, ReserveAnswer, StoredAnswer]  # noqa: UP007 - an alias evaluated on Python 3.10
+@dataclass(frozen=True)
+class EpochAnswer:
+    """Others have invalidated the namespace: questions about an epoch before this one find nothing."""
+
+    epoch: int
+
+
+Answer = Union[HitAnswer, ReserveAnswer, StoredAnswer, EpochAnswer]  # noqa: UP007 - an alias evaluated on Python 3.10
 
 
 @dataclass
@@ -76,6 +83,9 @@ class Planner:
         max_questions: questions without an answer at once; more are answered as a miss at once.
         lookup_wait_s: how long the owner may let a lookup wait for lower tiers; below `answer_deadline_s`.
         clock: seconds, as `time.monotonic`; another one where time is virtual.
+
+    Attributes:
+        epoch: of the namespace whose keys are asked for from now on, see `Namespace.epoch`.
     """
 
     def __init__(
@@ -91,6 +101,7 @@ class Planner:
         self._max_questions = max_questions
         self._lookup_wait_s = lookup_wait_s
         self._clock = clock
+        self.epoch = 0
         self._asked: dict[int, _Question] = {}  # by ticket
         self._leases: dict[int, tuple[int, wire.Matched]] = {}  # call -> its lease and what it covers
         self._reservations: dict[int, wire.Reserved] = {}
@@ -99,7 +110,7 @@ class Planner:
 
     def lookup(self, call: int, keys: bytes) -> None:
         """Ask for the longest readable prefix of a chain of keys (16 bytes each). A HitAnswer follows."""
-        self._ask(call, "match", wire.Match(keys, len(keys) // 16, self._lookup_wait_s))
+        self._ask(call, "match", wire.Match(keys, len(keys) // 16, self._lookup_wait_s, self.epoch))
 
     def reserve(self, call: int, keys: bytes) -> None:
         """Ask for pages for what is missing of a chain. A ReserveAnswer follows.
@@ -107,7 +118,7 @@ class Planner:
         If it names pages, `commit` (or `drop`, before anything is written) must follow; if it names none, a
         StoredAnswer follows by itself.
         """
-        self._ask(call, "reserve", wire.Reserve(keys))
+        self._ask(call, "reserve", wire.Reserve(keys, epoch=self.epoch))
 
     def commit(self, call: int, num_good: int) -> None:
         """All ranks are done writing; the first `num_good` reserved pages are right. A StoredAnswer follows."""
@@ -136,7 +147,9 @@ class Planner:
         for question in self._asked.values():
             if question.call == call:
                 question.dropped = True
-        self._answers = [answer for answer in self._answers if answer.call != call]
+        self._answers = [
+            answer for answer in self._answers if isinstance(answer, EpochAnswer) or answer.call != call
+        ]
         if call in self._leases:
             self._tell(wire.Release([self._leases.pop(call)[0]]))
         if call in self._reservations:
@@ -145,6 +158,27 @@ class Planner:
     def clear(self) -> None:
         """Forget every page. What is being loaded stays leased; what is being written will not be published."""
         self._tell(wire.Clear())
+
+    def invalidate(self, epoch: int) -> None:
+        """Begin this epoch of the namespace, or one that others have begun after it: an EpochAnswer follows then.
+
+        Waits until the owner has it on record, for `answer_deadline_s` at most: from when this returns on, no page
+        of an older epoch may come back, whoever is killed.
+        """
+        self.epoch = epoch
+        if self._lost:
+            return
+        try:
+            opened = self._client.call(Invalidate(epoch=epoch), self._deadline_s)
+        except StoreLost as error:
+            self._lose(error)
+        except (StoreError, DeadlineExceeded) as error:
+            log.error("older pages are not found by this engine, but may be by one that starts later: %s", error)
+        else:
+            if not opened.is_saved:
+                log.warning("a lower tier does not know yet that older pages are invalid; the store keeps trying")
+            if opened.epoch != epoch:
+                self._answers.append(EpochAnswer(opened.epoch))
 
     def poll(self) -> list[Answer]:
         """What was answered since the last poll, in order. Never blocks and never raises for a failing store."""
@@ -212,6 +246,11 @@ class Planner:
             self._take_reserved(question, reply)
         elif isinstance(reply, wire.Published):
             self._take_published(question, reply)
+        elif isinstance(reply, Stale):
+            if reply.epoch != self.epoch:
+                self._answers.append(EpochAnswer(reply.epoch))
+            if not question.dropped:
+                self._answer_nothing(question, "the namespace was invalidated")
         elif isinstance(reply, wire.Failed):
             log.warning("the store refused a %s: %s", question.kind, reply.message)
             if not question.dropped:

@@ -84,6 +84,7 @@ class LoadTask:
     device_tokens: int
     first_page: int
     status: LoadStatus = LoadStatus.ASKED
+    is_stale: bool = False  # the namespace was invalidated since it began
     num_pages: int = 0  # of the hit, from the root
     indices: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     generations: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -99,6 +100,7 @@ class OffloadTask:
     root: bytes
     slots: torch.Tensor | None  # int64 [num_pages * page_tokens]; dropped once the transfer has them
     status: OffloadStatus = OffloadStatus.ASKED
+    is_stale: bool = False  # the namespace was invalidated since it began
     num_pages_moved: int = 0
     failure: str = ""
     aborted: bool = False

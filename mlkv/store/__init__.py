@@ -28,6 +28,7 @@ from mlkv.store.wire import (
     Reserved,
     Stats,
 )
+from mlkv.store.wire_tools import Invalidate, Open, Opened, Stale
 
 __all__ = [
     "MAX_OUTSTANDING",
@@ -36,8 +37,11 @@ __all__ = [
     "Commit",
     "Done",
     "Failed",
+    "Invalidate",
     "Match",
     "Matched",
+    "Open",
+    "Opened",
     "Published",
     "Quarantine",
     "Release",
@@ -46,6 +50,7 @@ __all__ = [
     "Request",
     "Reserve",
     "Reserved",
+    "Stale",
     "Stats",
     "StoreClient",
 ]

@@ -19,6 +19,23 @@ from mlkv.store.rendezvous import SocketLock, is_listening, private_folder, remo
 from mlkv.store.settings import OwnerSettings
 from mlkv.store.spawn import spawn_owner
 from mlkv.store.transport import FramedSocket, PeerGone, peer_credentials
+from mlkv.store.wire_tools import (
+    Fetch,
+    Fetched,
+    Invalidate,
+    ListPages,
+    ListTier,
+    NamespaceList,
+    Namespaces,
+    Open,
+    Opened,
+    PageList,
+    Pin,
+    Pinned,
+    Pins,
+    TierKeys,
+    Unpin,
+)
 from mlkv.store.writeback import Admission
 from mlkv.store_config import DiskConfig, RemoteConfig
 
@@ -137,6 +154,18 @@ class StoreClient:
                 raise DeadlineExceeded(f"no owner let us in at {path} within {deadline_s:.1f} s")
 
     @classmethod
+    def find(cls, socket_path: str | os.PathLike[str], *, group: bytes, deadline_s: float) -> StoreClient:
+        """Join a store that runs, whatever the size of its pages; for tools.
+
+        Raises StoreError when nobody serves it or it refuses, DeadlineExceeded when it does not answer.
+        """
+        path = Path(socket_path).absolute()
+        try:
+            return cls._join(path, wire.Hello(wire.PROTOCOL, 0, group), time.monotonic() + deadline_s)
+        except _NoOwner:
+            raise StoreError(f"no store runs at {path}") from None
+
+    @classmethod
     def _join(cls, path: Path, hello: wire.Hello, give_up_at: float) -> StoreClient:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         fds: list[int] = []
@@ -225,6 +254,18 @@ class StoreClient:
     def call(self, request: wire.Commit, deadline_s: float) -> wire.Published: ...
     @overload
     def call(self, request: wire.Stats, deadline_s: float) -> wire.Report: ...
+    @overload
+    def call(self, request: Open | Invalidate, deadline_s: float) -> Opened: ...
+    @overload
+    def call(self, request: ListPages, deadline_s: float) -> PageList: ...
+    @overload
+    def call(self, request: Namespaces, deadline_s: float) -> NamespaceList: ...
+    @overload
+    def call(self, request: Pin | Unpin | Pins, deadline_s: float) -> Pinned: ...
+    @overload
+    def call(self, request: ListTier, deadline_s: float) -> TierKeys: ...
+    @overload
+    def call(self, request: Fetch, deadline_s: float) -> Fetched: ...
     @overload
     def call(self, request: wire.Request, deadline_s: float) -> wire.Reply: ...
 

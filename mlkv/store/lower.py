@@ -36,7 +36,7 @@ class LowerTiers:
         admission: Admission = "write",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._runners = list(runners)
+        self.runners = self._runners = list(runners)
         self._clock = clock
         self._writeback = WriteBack(index, pool, self._runners, admission)
         self._promoter = Promoter(index, pool, self._runners, self._on_promoting, self._on_published)

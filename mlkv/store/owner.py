@@ -147,6 +147,7 @@ class Owner:
             key.data(mask)
         if self._lower is not None:
             self._lower.poll()
+        self._service.poll()
         self._send_late()
         self._close_silent()
 
@@ -212,9 +213,9 @@ class Owner:
             elif isinstance(request, wire.Bye):
                 self._leave(client)
                 reply = wire.Done()
-            elif isinstance(request, wire.Match) and request.wait_s > 0:
-                self._service.match_later(
-                    client.group, client.id, request, lambda matched: self._late.append((client, ticket, matched))
+            elif isinstance(request, wire.SlowRequest) or (isinstance(request, wire.Match) and request.wait_s > 0):
+                self._service.handle_later(
+                    client.group, client.id, request, lambda reply: self._late.append((client, ticket, reply))
                 )
                 return
             else:
@@ -256,7 +257,7 @@ class Owner:
                 f"the store at {self._settings.socket_path} speaks protocol {wire.PROTOCOL}, this client "
                 f"{request.protocol}: use one version of mlkv for both, or another store"
             )
-        if request.page_bytes != self._settings.page_bytes:
+        if request.page_bytes not in (0, self._settings.page_bytes):
             raise StoreError(
                 f"the store at {self._settings.socket_path} has pages of {self._settings.page_bytes} bytes, this "
                 f"client needs {request.page_bytes}: use the same model, dtype and page_tokens, or another store"
@@ -315,8 +316,9 @@ class Owner:
         due = [client.hello_by for client in self._clients.values() if client.group is None]
         if not self._clients and not self._settings.keep:
             due.append(max(self._leave_at, now + _RETRY_S))
-        if self._lower is not None and self._lower.due_at is not None:
-            due.append(self._lower.due_at)
+        for part in (self._lower, self._service):
+            if part is not None and part.due_at is not None:
+                due.append(part.due_at)
         return max(0.0, min(due) - now) if due else None
 
     def _left(self) -> bool:
@@ -392,7 +394,7 @@ def start(settings: OwnerSettings) -> Owner:
     listener.setblocking(False)
     below = "".join(f", {runner.name} below" for runner in runners)
     _log.info("serves %d pages of %d bytes at %s%s", num_pages, settings.page_bytes, settings.socket_path, below)
-    return Owner(settings, StoreService(index, lower), lower, listener, pool_fd)
+    return Owner(settings, StoreService(index, lower, pool), lower, listener, pool_fd)
 
 
 @dataclass(frozen=True)

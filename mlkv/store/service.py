@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from mlkv.errors import StoreError
-from mlkv.store import wire
-from mlkv.store.grants import Lease
+from mlkv.store import wire, wire_tools
+from mlkv.store.desk import Desk
+from mlkv.store.epochs import Epochs, Namespace
+from mlkv.store.grants import Lease, Reservation
 from mlkv.store.index import KEY_BYTES, Index, IndexBroken
 from mlkv.store.lower import LowerTiers
+from mlkv.store.pins import Pins
+from mlkv.store.pool import HostPool
+from mlkv.store.sweep import Sweeper
+
+Answering: TypeAlias = Callable[[wire.Reply], None]
 
 MAX_HOLDS = 65536
 """Leases, and reservations, that a group may have at once: far beyond what an engine has in flight, so that one
@@ -20,8 +29,9 @@ which never gives them back is told before the owner runs out of memory."""
 
 @dataclass
 class _Group:
-    """The ranks of one replica, and what they hold together."""
+    """The ranks of one replica, and what they hold together. `namespace`: what it works in, if it has said so."""
 
+    namespace: Namespace | None = None
     members: set[int] = field(default_factory=set)
     leases: set[int] = field(default_factory=set)
     reservations: set[int] = field(default_factory=set)
@@ -45,11 +55,17 @@ class StoreService:
 
     Args:
         lower: the tiers below the host pool, if there are any.
+        pool: where the pages of `index` lie; without it their memory is not looked at here.
     """
 
-    def __init__(self, index: Index, lower: LowerTiers | None = None) -> None:
+    def __init__(self, index: Index, lower: LowerTiers | None = None, pool: HostPool | None = None) -> None:
         self._index = index
         self._lower = lower
+        runners = [] if lower is None else lower.runners
+        self._sweeper = None if pool is None else Sweeper(index, pool)
+        self._pins = Pins(index)
+        self._epochs = Epochs(runners, self._on_raised)
+        self._desk = Desk(index, pool, runners, self._pins, self._epochs, self._take_hidden)
         self._groups: dict[bytes, _Group] = {}
         self._totals = _Totals()
 
@@ -74,15 +90,42 @@ class StoreService:
             self._index.cancel(reservation)
         self._index.release(list(group.leases))
 
-    def match_later(
-        self, group_name: bytes, member: int, request: wire.Match, answer: Callable[[wire.Matched], None]
+    def handle_later(
+        self, group_name: bytes, member: int, request: wire.Match | wire.SlowRequest, answer: Answering
     ) -> None:
-        """Answer a Match now, or when lower tiers have had `wait_s` to add to it.
+        """Answer a request that may wait for lower tiers, now or later: a Match after its `wait_s` at most.
 
         Raises StoreError, with nothing changed, to refuse it.
         """
         group = self._groups[group_name]
-        self._match(group, (group_name, member), request, request.wait_s, answer)
+        match request:
+            case wire.Match():
+                self._match(group, (group_name, member), request, request.wait_s, answer)
+            case wire_tools.Open():
+                group.namespace = self._epochs.open(
+                    request.fingerprint,
+                    request.model,
+                    request.page_tokens,
+                    lambda namespace, is_saved: answer(wire_tools.Opened(namespace.epoch, is_saved)),
+                )
+            case wire_tools.Invalidate():
+                self._invalidate(group, request, answer)
+            case wire_tools.ListTier():
+                self._desk.list_tier(request, answer)
+            case wire_tools.Fetch():
+                self._desk.fetch(request, answer, lambda reservation: self._lend(group_name, reservation))
+
+    @property
+    def due_at(self) -> float | None:
+        """When `poll` has something to do by itself."""
+        return 0.0 if self._sweeper is not None and self._sweeper.is_busy else self._epochs.due_at
+
+    def poll(self) -> None:
+        """Do what nobody asks for."""
+        self._epochs.poll()
+        if self._sweeper is not None and self._sweeper.is_busy:
+            self._sweeper.poll()
+            self._pins.prune()
 
     def stop_waiting(self, group_name: bytes, member: int) -> None:
         """A member does not want the answers to its matches any more."""
@@ -112,7 +155,16 @@ class StoreService:
                 self._clear()
             case wire.Stats():
                 return self._report(request.audit)
-            case wire.Hello() | wire.Bye():
+            case (
+                wire_tools.Namespaces()
+                | wire_tools.ListPages()
+                | wire_tools.Pin()
+                | wire_tools.Unpin()
+                | wire_tools.Pins()
+                | wire_tools.Forget()
+            ):
+                return self._desk.handle(request)
+            case _:
                 raise StoreError(f"a {type(request).__name__} is not expected here")
         return wire.Done()
 
@@ -126,8 +178,8 @@ class StoreService:
 
     # Requests
 
-    def _match_now(self, group: _Group, request: wire.Match) -> wire.Matched:
-        answers: list[wire.Matched] = []
+    def _match_now(self, group: _Group, request: wire.Match) -> wire.Reply:
+        answers: list[wire.Reply] = []
         self._match(group, None, request, 0.0, answers.append)
         return answers[0]
 
@@ -137,14 +189,18 @@ class StoreService:
         asker: object,
         request: wire.Match,
         wait_s: float,
-        answer: Callable[[wire.Matched], None],
+        answer: Answering,
     ) -> None:
         _check_holds(len(group.leases), "leases")
+        namespace = group.namespace
+        if namespace is not None and request.epoch != namespace.epoch:
+            answer(wire_tools.Stale(namespace.epoch))
+            return
 
         def answered(lease: Lease, sources: bytes = b"") -> None:
             answer(self._grant(group, request, lease, sources))
 
-        if self._lower is None:
+        if self._lower is None or (namespace is not None and not self._epochs.may_ask_tiers(namespace)):
             answered(self._index.match(request.keys, request.limit))
         else:
             self._lower.match(asker, request.keys, request.limit, wait_s, answered)
@@ -162,14 +218,13 @@ class StoreService:
             sources,
         )
 
-    def _reserve(self, group: _Group, request: wire.Reserve) -> wire.Reserved:
+    def _reserve(self, group: _Group, request: wire.Reserve) -> wire.Reserved | wire_tools.Stale:
         _check_holds(len(group.reservations), "reservations")
-        reservation = self._index.reserve(request.keys, request.start)
-        self._totals.pages_evicted += len(reservation.evicted)
+        if group.namespace is not None and request.epoch != group.namespace.epoch:
+            return wire_tools.Stale(group.namespace.epoch)
+        reservation = self._take(request.keys, request.start)
         if reservation.id:
             group.reservations.add(reservation.id)
-            if self._lower is not None:
-                self._lower.on_reserved(reservation)
         return wire.Reserved(
             reservation.id,
             reservation.first,
@@ -177,6 +232,20 @@ class StoreService:
             wire.page_bytes_of(reservation.pages),
             wire.generation_bytes_of(reservation.generations),
         )
+
+    def _take(self, keys: bytes, start: int) -> Reservation:
+        reservation = self._index.reserve(keys, start)
+        self._totals.pages_evicted += len(reservation.evicted)
+        if reservation.id and self._lower is not None:
+            self._lower.on_reserved(reservation)
+        return reservation
+
+    def _take_hidden(self, num_pages: int) -> Reservation:
+        """Pages under keys that nobody can know, and that are forgotten at once."""
+        reservation = self._take(os.urandom(KEY_BYTES * num_pages), 0)
+        if reservation.id:
+            self._index.disown(reservation.id)
+        return reservation
 
     def _commit(self, group: _Group, request: wire.Commit) -> wire.Published:
         if request.reservation not in group.reservations:
@@ -208,11 +277,43 @@ class StoreService:
         generations = np.frombuffer(request.generations, "<u8").tolist()
         removed = self._index.quarantine(pages, generations)
         self._totals.pages_bad += len(removed.bad_keys)
-        if removed.bad_keys and self._lower is not None:
-            self._lower.delete(removed.bad_keys)
+        if removed.bad_keys:
+            self._pins.prune()
+            if self._lower is not None:
+                self._lower.delete(removed.bad_keys)
+
+    def _invalidate(self, group: _Group, request: wire_tools.Invalidate, answer: Answering) -> None:
+        namespace = group.namespace
+        if request.fingerprint:
+            namespace = self._epochs.find(request.fingerprint)
+        if namespace is None:
+            raise StoreError("an Invalidate names a namespace, or comes from a group that has opened one")
+        self._epochs.raise_to(
+            namespace,
+            request.epoch or namespace.epoch + 1,
+            lambda raised, is_saved: answer(wire_tools.Opened(raised.epoch, is_saved)),
+        )
+
+    def _on_raised(self, namespace: Namespace) -> None:
+        """Nothing of a namespace that is being written will be published, and what is here can go."""
+        for group in self._groups.values():
+            if group.namespace is namespace:
+                for reservation in group.reservations:
+                    self._index.disown(reservation)
+        if self._sweeper is not None:
+            self._sweeper.sweep(namespace.fingerprint)
+
+    def _lend(self, group_name: bytes, reservation: int) -> bool:
+        """Give a reservation to a group; False if the group is gone."""
+        group = self._groups.get(group_name)
+        if group is None:
+            return False
+        group.reservations.add(reservation)
+        return True
 
     def _clear(self) -> None:
         self._index.clear()
+        self._pins.prune()
         if self._lower is not None:
             self._lower.clear()
 

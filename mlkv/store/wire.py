@@ -2,7 +2,7 @@
 
 A frame is a header (u32 length of the body, u64 ticket, little endian) and a body: one msgpack map with its type
 in the field "type". The owner answers every request with one reply under the same ticket: in order, except that
-others overtake a Match that waits for lower tiers. Arrays travel as bytes objects: keys 16 bytes each, page ids
+others overtake one that waits for lower tiers. Arrays travel as bytes objects: keys 16 bytes each, page ids
 int32, generations uint64, both little endian.
 """
 
@@ -16,8 +16,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlkv.errors import StoreError
+from mlkv.store.wire_base import Message
+from mlkv.store.wire_tools import (
+    Fetch,
+    Fetched,
+    Forget,
+    Invalidate,
+    ListPages,
+    ListTier,
+    NamespaceList,
+    Namespaces,
+    Open,
+    Opened,
+    PageList,
+    Pin,
+    Pinned,
+    Pins,
+    Stale,
+    TierKeys,
+    Unpin,
+)
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Raised when a frame, a request or a reply changes its meaning. Both ends must have the same."""
 
 MAX_BODY_BYTES: Final = 16 << 20
@@ -30,42 +50,42 @@ class WireError(StoreError):
     """The other end sent something that is not this protocol. The connection is of no further use."""
 
 
-class _Message(msgspec.Struct, frozen=True, tag=str.lower):
-    pass
-
-
 # Requests
 
 
-class Hello(_Message, frozen=True):
+class Hello(Message, frozen=True):
     """First request of every client. Only `protocol` must be there: it decides whether the rest is understood."""
 
     protocol: int
     page_bytes: int = 0
+    """0: whatever the pool has; for tools, which take pages as they are."""
     group: bytes = b""
     """Token of the replica: leases and reservations belong to it, not to one of its ranks."""
     rank: int = 0
     """Group rank, for messages to people."""
 
 
-class Match(_Message, frozen=True):
-    """Lease the longest complete prefix of a chain, at most `limit` pages. Answer: Matched."""
+class Match(Message, frozen=True):
+    """Lease the longest complete prefix of a chain, at most `limit` pages. Answer: Matched, or Stale."""
 
     keys: bytes
     limit: int
     wait_s: float = 0.0
     """How long the answer may wait for lower tiers to make the prefix longer. With 0.0 it comes at once, and what
     the tiers bring is for a later Match."""
+    epoch: int = 0
+    """Of the namespace that the group has opened, if it has."""
 
 
-class Reserve(_Message, frozen=True):
-    """Reserve pages for the missing rest of a chain, from `start` at the earliest. Answer: Reserved."""
+class Reserve(Message, frozen=True):
+    """Reserve pages for the missing rest of a chain, from `start` at the earliest. Answer: Reserved, or Stale."""
 
     keys: bytes
     start: int = 0
+    epoch: int = 0
 
 
-class Commit(_Message, frozen=True):
+class Commit(Message, frozen=True):
     """End a reservation: its first `num_good` pages are complete on every rank, the rest is given back.
 
     Nobody may still write any of its pages. Answer: Published.
@@ -75,55 +95,72 @@ class Commit(_Message, frozen=True):
     num_good: int
 
 
-class Cancel(_Message, frozen=True):
+class Cancel(Message, frozen=True):
     """End a reservation with nothing to publish. Nobody may still write its pages. Answer: Done."""
 
     reservation: int
 
 
-class Release(_Message, frozen=True):
+class Release(Message, frozen=True):
     """Give leases back: all of them, or none if one does not exist. Answer: Done."""
 
     leases: list[int]
 
 
-class Quarantine(_Message, frozen=True):
+class Quarantine(Message, frozen=True):
     """These pages were found bad, with these generations. Answer: Done."""
 
     pages: bytes
     generations: bytes
 
 
-class Clear(_Message, frozen=True):
+class Clear(Message, frozen=True):
     """Forget every key, in every tier. Answer: Done."""
 
 
-class Stats(_Message, frozen=True):
+class Stats(Message, frozen=True):
     """Count everything; with `audit`, also check the whole index (O(pages)). Answer: Report."""
 
     audit: bool = False
 
 
-class Bye(_Message, frozen=True):
+class Bye(Message, frozen=True):
     """Last request: this client touches no page any more. Answer: Done."""
 
 
-Request: TypeAlias = Hello | Match | Reserve | Commit | Cancel | Release | Quarantine | Clear | Stats | Bye
+ToolRequest: TypeAlias = Namespaces | ListPages | Pin | Unpin | Pins | Forget
+SlowRequest: TypeAlias = Open | Invalidate | ListTier | Fetch
+"""Answered later: they wait for lower tiers."""
+
+Request: TypeAlias = (
+    Hello
+    | Match
+    | Reserve
+    | Commit
+    | Cancel
+    | Release
+    | Quarantine
+    | Clear
+    | Stats
+    | Bye
+    | ToolRequest
+    | SlowRequest
+)
 
 
 # Replies
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(Message, frozen=True):
     """The client is admitted. The descriptor of the pool travels with this frame."""
 
     num_pages: int
     page_bytes: int
-    tiers: list[str] = []
+    tiers: list[str] = msgspec.field(default_factory=list)
     """Names of the tiers below the pool, the nearest one first."""
 
 
-class Matched(_Message, frozen=True):
+class Matched(Message, frozen=True):
     """`lease` is 0 when nothing was found. `num_coming` further pages of the chain are being written now."""
 
     lease: int
@@ -145,7 +182,7 @@ class Matched(_Message, frozen=True):
         return np.frombuffer(self.generations, "<u8")
 
 
-class Reserved(_Message, frozen=True):
+class Reserved(Message, frozen=True):
     """Pages to write for keys[first : first + len(page_ids)]; `reservation` is 0 when there are none.
 
     keys[:num_ready] are readable now; keys[num_ready:first] are being written by others.
@@ -168,14 +205,14 @@ class Reserved(_Message, frozen=True):
         return np.frombuffer(self.generations, "<u8")
 
 
-class Published(_Message, frozen=True):
+class Published(Message, frozen=True):
     """`num_good` pages were published; the first `num_readable` keys of the chain can be matched now."""
 
     num_good: int
     num_readable: int
 
 
-class Done(_Message, frozen=True):
+class Done(Message, frozen=True):
     """Nothing more to say."""
 
 
@@ -225,7 +262,7 @@ class TierReport(msgspec.Struct, frozen=True):
     pages_evicted: int
 
 
-class Report(_Message, frozen=True):
+class Report(Message, frozen=True):
     """Pages by state (free + reserved + ready + quarantined == num_pages), holders, and totals since the start.
 
     `problem` is "" unless the audit found a rule of the index violated.
@@ -246,17 +283,32 @@ class Report(_Message, frozen=True):
     pages_written: int
     pages_bad: int
     problem: str
-    tiers: list[TierReport] = []
+    tiers: list[TierReport] = msgspec.field(default_factory=list)
     """The lower tiers, the nearest one first."""
 
 
-class Failed(_Message, frozen=True):
+class Failed(Message, frozen=True):
     """The request was refused and changed nothing."""
 
     message: str
 
 
-Reply: TypeAlias = Welcome | Matched | Reserved | Published | Done | Report | Failed
+Reply: TypeAlias = (
+    Welcome
+    | Matched
+    | Reserved
+    | Published
+    | Done
+    | Report
+    | Failed
+    | Opened
+    | Stale
+    | NamespaceList
+    | PageList
+    | Pinned
+    | TierKeys
+    | Fetched
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -34,11 +34,12 @@ NAMESPACE = b"n" * 16
 GROUP = b"g"
 
 
-def make_page(text: str, generation: int) -> bytes:
-    """The page of the last letter of `text`, as its writer makes it."""
+def make_page(text: str, generation: int, *, parent: bytes | None = None, namespace: bytes = NAMESPACE) -> bytes:
+    """The page of the last letter of `text`, as its writer makes it; or one that says something else of itself."""
     page = np.full(PAGE_BYTES, ord(text[-1]) % 251, np.uint8)
-    parent = key(text[:-1]) if len(text) > 1 else NAMESPACE
-    write_identity(page, LAYOUT, PageIdentity(key(text), parent, NAMESPACE, generation))
+    if parent is None:
+        parent = key(text[:-1]) if len(text) > 1 else NAMESPACE
+    write_identity(page, LAYOUT, PageIdentity(key(text), parent, namespace, generation))
     for head in range(LAYOUT.num_kv_heads):
         start = LAYOUT.head_offset(head)
         total = payload_checksum(page[start : start + LAYOUT.head_bytes]) + binding(key(text), generation, head)
@@ -244,7 +245,7 @@ class TieredStore:
         """A match that may wait. Its answer is put into the list that is returned."""
         answers: list[wire.Matched] = []
         request = wire.Match(chain(text), len(text), wait_s)
-        self.service.match_later(GROUP, member, request, answers.append)
+        self.service.handle_later(GROUP, member, request, answers.append)
         assert self.service.check() == ""
         return answers
 

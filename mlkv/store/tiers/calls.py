@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from mlkv.store.tiers.base import StoredPage, Tier
 
-CallKind: TypeAlias = Literal["connect", "contains", "read", "write", "delete", "clear"]
+CallKind: TypeAlias = Literal[
+    "connect", "contains", "read", "write", "delete", "clear", "load_note", "store_note", "scan"
+]
 
 NONE_GOOD: Final[NDArray[np.bool_]] = np.empty(0, np.bool_)
 
@@ -25,10 +27,14 @@ class Answer:
         error: why it did not do its work; "" if it did. Then nothing else is known.
         num_found: of `contains`.
         good: of `read` and `write`, bool, one for each key; False everywhere after an error.
+        note: of `load_note`: the value, None if there is none.
+        keys: of `scan`.
     """
 
     error: str = ""
     num_found: int = 0
+    note: bytes | None = None
+    keys: Sequence[bytes] = ()
     good: NDArray[np.bool_] = field(default_factory=lambda: NONE_GOOD)
 
 
@@ -59,6 +65,10 @@ class Call:
     on_answer: Callable[[Answer], None] = ignore_answer
     on_return: Callable[[], None] = ignore_return
     round: int = 0
+    note: tuple[str, bytes] = ("", b"")
+    """Name, and value to store."""
+    limit: int = 0
+    """Of `scan`, whose only key is where it begins."""
     num_erasures: int = 0
     num_attempts: int = 0
     began_at: float = 0.0
@@ -80,6 +90,15 @@ class Call:
             return Answer(good=self._one_each(tier.read(self.keys, self.pages)))
         elif self.kind == "write":
             return Answer(good=self._one_each(tier.write(self.stored, self.pages)))
+        elif self.kind == "load_note":
+            return Answer(note=tier.load_note(self.note[0]))
+        elif self.kind == "store_note":
+            tier.store_note(*self.note)
+        elif self.kind == "scan":
+            try:
+                return Answer(keys=tier.scan(self.keys[0], self.limit))
+            except NotImplementedError as error:
+                return Answer(f"it cannot list its pages: {error}")  # which says nothing about its health
         elif self.kind == "delete":
             tier.delete(self.keys)
         else:

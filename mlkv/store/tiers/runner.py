@@ -142,6 +142,18 @@ class TierRunner:
         self._dispatch()
         return True
 
+    def load_note(self, name: str, on_answer: Callable[[Answer], None]) -> bool:
+        """Ask for a note; see `Tier.load_note`."""
+        return self._queue_load(Call("load_note", note=(name, b""), on_answer=on_answer))
+
+    def store_note(self, name: str, value: bytes, on_answer: Callable[[Answer], None]) -> bool:
+        """Keep a note; see `Tier.store_note`."""
+        return self._queue_load(Call("store_note", note=(name, value), on_answer=on_answer))
+
+    def scan(self, after: bytes, limit: int, on_answer: Callable[[Answer], None]) -> bool:
+        """List keys; see `Tier.scan`."""
+        return self._queue_load(Call("scan", [after], limit=limit, on_answer=on_answer))
+
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forget keys. They are absent from now on, whatever the tier still has."""
         self._drop_writes("its page was found bad", set(keys))
@@ -334,6 +346,9 @@ class TierRunner:
             return
         if call.kind in ("delete", "clear"):
             self._erasures.end(call, answer.error)
+            return
+        if call.kind in ("load_note", "store_note", "scan"):
+            call.on_answer(answer)
             return
         if call.kind == "contains":
             num_found = 0 if self._erasures.is_cleared_since(call) else answer.num_found
