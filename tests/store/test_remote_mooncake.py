@@ -73,9 +73,11 @@ def beating(longest_pause_s: float = 0.5) -> Iterator[None]:
 
     thread = threading.Thread(target=beat)
     thread.start()
-    yield
-    stop.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
     assert max(pauses, default=0.0) < longest_pause_s
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 from remote_engines import PAGE_BYTES, Pool, RedisEngine, key, keys, stored
-from remote_servers import RedisServer, running
+from remote_servers import RedisServer, free_port, running
 from store_helpers import eventually
 
 from mlkv.errors import ConfigError, TierUnavailable
@@ -139,6 +141,52 @@ def test_the_password_is_used_and_never_shown(
 
 
 @needs_server
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_tls_checks_the_certificate_and_the_name(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "1",
+            *subject,
+            *files,
+        ],
+        check=True,
+        capture_output=True,
+    )
+    tls_port = free_port()
+    settings = f"tls-port {tls_port}\ntls-cert-file cert.pem\ntls-key-file key.pem\ntls-auth-clients no"
+    with running(RedisServer(tmp_path, settings=settings)):
+        tier = RedisTier.from_url(f"rediss://127.0.0.1:{tls_port}", PAGE_BYTES)
+        with pytest.raises(TierUnavailable, match="certificate verify failed"):
+            tier.connect(pool.memory)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        tier.connect(pool.memory)
+        assert tier.write(stored(keys(0, 8)), pool.pages(0, 8)).all()
+        assert tier.read(keys(0, 8), pool.pages(8, 16)).all()
+        assert [bytes(page) for page in pool.pages(8, 16)] == [bytes(page) for page in pool.pages(0, 8)]
+        links = list(tier._idle)
+        assert tier.contains(keys(0, 9)) == 8
+        assert tier._idle == links  # it took up no new connection
+        other_name = RedisTier.from_url(f"rediss://localhost:{tls_port}", PAGE_BYTES)
+        with pytest.raises(TierUnavailable, match="certificate verify failed"):
+            other_name.connect(pool.memory)
+        for one in (tier, other_name):
+            one.close()
+
+
+@needs_server
 def test_a_full_server_that_evicts_nothing_refuses_pages_one_by_one(tmp_path: Path, pool: Pool) -> None:
     settings = f"maxmemory {2 << 20}\nmaxmemory-policy noeviction"
     with running(RedisServer(tmp_path, settings=settings)) as server:
@@ -251,6 +299,9 @@ def test_answers_that_trickle_in_do_not_extend_the_deadline(pool: Pool) -> None:
         tier = RedisTier.from_url(f"redis://127.0.0.1:{listener.getsockname()[1]}", PAGE_BYTES, deadline_s=0.5)
         with pytest.raises(TierUnavailable, match=r"0\.5 s"):
             tier.read([key(0)], [pool.page(0)])
+        assert (
+            tier._idle == []
+        )  # on that connection an answer is still owed, which the next call would take for its
         tier.close()
         stop.set()
         thread.join(10)

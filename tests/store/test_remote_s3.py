@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +126,43 @@ def test_credentials_are_never_shown(engine: S3Engine, pool: Pool, caplog: pytes
     assert S3Server.SECRET_KEY not in "".join(shown) + caplog.text
 
 
+def test_an_answer_that_repeats_key_and_signature_is_not_passed_on(pool: Pool) -> None:
+    class Refusal(BaseHTTPRequestHandler):
+        """As Amazon's S3 answers a wrong signature."""
+
+        def do_GET(self) -> None:
+            body = (
+                "<Error><Code>SignatureDoesNotMatch</Code><Message>wrong</Message>"
+                f"<AWSAccessKeyId>{S3Server.ACCESS_KEY}</AWSAccessKeyId>"
+                "<StringToSign>AWS4-HMAC-SHA256 of-this-request</StringToSign></Error>"
+            ).encode()
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refusal) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        tier = S3Tier.from_url(
+            "s3://bucket",
+            PAGE_BYTES,
+            endpoint=f"http://127.0.0.1:{server.server_port}",
+            access_key_id=SecretStr(S3Server.ACCESS_KEY),
+            secret_access_key=SecretStr(S3Server.SECRET_KEY),
+        )
+        with pytest.raises(TierUnavailable, match="SignatureDoesNotMatch") as caught:
+            tier.connect(pool.memory)
+        server.shutdown()
+        thread.join()
+    tier.close()
+    assert S3Server.ACCESS_KEY not in str(caught.value)
+    assert "StringToSign" not in str(caught.value)
+
+
 def test_credentials_come_from_the_usual_environment(
     engine: S3Engine, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +209,20 @@ def test_calls_after_closing_are_refused(engine: S3Engine, pool: Pool) -> None:
     tier.close()
     with pytest.raises(TierUnavailable):
         tier.read(keys(0, 1), pool.pages(0, 1))
+
+
+def test_more_pages_than_fit_at_once_end_by_the_deadline_too(engine: S3Engine, pool: Pool) -> None:
+    tier = engine.tier(deadline_s=2.0)
+    tier.connect(pool.memory)
+    engine.server.hold()
+    try:
+        started = time.monotonic()
+        with pytest.raises(TierUnavailable):
+            tier.read(keys(0, 64), pool.pages(0, 64))
+        assert time.monotonic() - started < 2.0 + 0.5
+    finally:
+        engine.server.resume()
+    tier.close()
 
 
 class CountingClient:
