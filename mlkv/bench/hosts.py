@@ -6,7 +6,8 @@ Run one rank on each of two hosts (or network namespaces, see scripts/bench_host
     python -m mlkv.bench.hosts --rank 1 --address 10.77.0.1:29555
 
 The engine step is a wait of 5 ms, as for a device that computes. "added" is how much longer the step takes with
-agreeing than without, medians of one run in which the three take turns.
+agreeing than without, medians of one run in which the four take turns. "nobody to agree with" is a replica of one
+rank: what the protocol itself costs a processor that has just slept, without any exchange.
 """
 
 from __future__ import annotations
@@ -56,12 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(replica: Replica, step_s: float) -> dict[str, Any]:
     """Collective over the replica. Times in us, of this rank."""
     agreements = {
+        "nobody to agree with": Agreement(Replica.single()),
         "tensor": Agreement(replica, "tensor", late="off"),
         "tensor, one step late": Agreement(replica, "tensor", late="on"),
     }
     plain: list[float] = []
     whole: dict[str, list[float]] = {name: [] for name in agreements}
     inside: dict[str, list[float]] = {name: [] for name in agreements}
+    cpu: dict[str, list[float]] = {name: [] for name in agreements}
     for _ in range(_ROUNDS):
         replica.min_int(0)
         for _ in range(_STEPS):
@@ -73,11 +76,12 @@ def measure(replica: Replica, step_s: float) -> dict[str, Any]:
             for _ in range(_STEPS):
                 start = time.perf_counter()
                 time.sleep(step_s)
-                middle = time.perf_counter()
+                middle, cpu_before = time.perf_counter(), time.thread_time()
                 agreement.step(list)
-                end = time.perf_counter()
+                end, cpu_after = time.perf_counter(), time.thread_time()
                 inside[name].append(end - middle)
                 whole[name].append(end - start)
+                cpu[name].append(cpu_after - cpu_before)
     replica.min_int(0)
     for agreement in agreements.values():
         agreement.close()
@@ -91,6 +95,7 @@ def measure(replica: Replica, step_s: float) -> dict[str, Any]:
             {
                 "channel": name,
                 "added_us": round((float(np.median(whole[name])) - base) * 1e6, 1),
+                "cpu_p50_us": round(float(np.median(cpu[name])) * 1e6, 1),
                 "inside_p50_us": round(float(np.median(inside[name])) * 1e6, 1),
                 "inside_p99_us": round(float(np.percentile(inside[name], 99)) * 1e6, 1),
             }
@@ -103,7 +108,8 @@ def report(result: dict[str, Any]) -> str:
     lines = [f"{result['hosts']} hosts, a step of {result['step_us']:.0f} us without agreeing"]
     lines += [
         f"{row['channel']:24} adds {row['added_us']:8.1f} us   "
-        f"(inside step(): p50 {row['inside_p50_us']:.1f} us, p99 {row['inside_p99_us']:.0f} us)"
+        f"(inside step(): p50 {row['inside_p50_us']:.1f} us, p99 {row['inside_p99_us']:.0f} us, "
+        f"CPU of its thread {row['cpu_p50_us']:.1f} us)"
         for row in result["rows"]
     ]
     return "\n".join(lines)
