@@ -7,10 +7,77 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from mlkv.bench.traces import Trace
 from mlkv.store.index import Index
 from mlkv.store.policy import POLICIES, PolicyName
+
+_SMALL_GAP: Final = 1e-3
+"""Below this nothing is left to gain over LRU, and the share of it that is closed says nothing."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Hit rates on one trace: of each policy at each capacity, and what bounds them."""
+
+    trace: str
+    capacities: tuple[int, ...]
+    rates: dict[PolicyName, tuple[float, ...]]
+    clairvoyant: tuple[float, ...]
+    infinite: float
+
+    def gain(self, policy: PolicyName) -> list[float]:
+        """Hit rate of a policy relative to that of LRU, at each capacity; there must be a replay of LRU."""
+        return [
+            rate / lru if lru else math.inf
+            for rate, lru in zip(self.rates[policy], self.rates["lru"], strict=True)
+        ]
+
+    def closed(self, policy: PolicyName) -> list[float | None]:
+        """Which share of the way from LRU to the clairvoyant bound a policy goes; None where there is no way."""
+        columns = zip(self.rates[policy], self.rates["lru"], self.clairvoyant, strict=True)
+        return [None if best - lru < _SMALL_GAP else (rate - lru) / (best - lru) for rate, lru, best in columns]
+
+    def table(self) -> str:
+        """For people."""
+        lines = [f"{self.trace:32}" + "".join(f"{capacity:>10}" for capacity in self.capacities)]
+        for policy, rates in self.rates.items():
+            lines.append(_row(policy, [f"{rate:.4f}" for rate in rates]))
+            if policy != "lru" and "lru" in self.rates:
+                closed = ["-" if share is None else f"{share:.0%}" for share in self.closed(policy)]
+                lines.append(_row("  relative to lru", [f"{gain - 1:+.1%}" for gain in self.gain(policy)]))
+                lines.append(_row("  of the gap to the bound", closed))
+        lines.append(_row("clairvoyant bound", [f"{rate:.4f}" for rate in self.clairvoyant]))
+        lines.append(_row("infinite cache", [f"{self.infinite:.4f}"] * len(self.capacities)))
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "trace": self.trace,
+            "capacities": list(self.capacities),
+            "rates": {policy: list(rates) for policy, rates in self.rates.items()},
+            "clairvoyant": list(self.clairvoyant),
+            "infinite": self.infinite,
+        }
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"{name:32}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+def compare(trace: Trace, capacities: Sequence[int], policies: Sequence[PolicyName]) -> Comparison:
+    """Replay a trace against policies at several capacities, in blocks."""
+    return Comparison(
+        trace=trace.name,
+        capacities=tuple(capacities),
+        rates={policy: tuple(replay(trace, policy, capacity) for capacity in capacities) for policy in policies},
+        clairvoyant=tuple(clairvoyant(trace, capacity) for capacity in capacities),
+        infinite=infinite(trace),
+    )
 
 
 def replay(trace: Trace, policy: PolicyName, capacity: int) -> float:
