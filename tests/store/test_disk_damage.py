@@ -251,6 +251,42 @@ def test_a_catalog_that_cannot_be_read_is_replaced_and_said(
     tier.close()
 
 
+@pytest.mark.parametrize("offset", [0, 16, 18, 19, 20, 24, 28, 36, 44, 47, 52, 56, 60, 68, 92, 96, 100])
+def test_damage_to_the_header_of_the_catalog_is_overcome_by_connecting_again(directory: Path, offset: int) -> None:
+    flip(shelf_of(directory) / "catalog.sqlite3", offset)
+    tier = opened(directory)
+    for _ in range(3):
+        try:
+            read_everything(tier)
+            write(tier, chain_of("xyz"))
+            tier.store_note("era", b"2")
+            tier.clear()
+            assert all(write(tier, PAGES))
+            break
+        except TierUnavailable:
+            tier.connect(NO_POOL)
+    for _ in range(2):
+        assert all(read(tier, PAGES))
+        assert tier.load_note("era") == b"2"
+        check_slots(tier)
+        tier.close()
+        tier = opened(directory)
+    tier.close()
+
+
+def test_damaged_text_in_the_catalog_does_not_get_in_the_way(directory: Path) -> None:
+    catalog = shelf_of(directory) / "catalog.sqlite3"
+    content = catalog.read_bytes()
+    for text in (b"sqlite_autoindex_notes", b"CREATE TABLE pages", b"CREATE TABLE notes"):
+        damaged = bytearray(content)
+        damaged[content.index(text) + 9] |= 0x80
+        catalog.write_bytes(damaged)
+        tier = opened(directory)
+        assert all(write(tier, PAGES))
+        assert all(read(tier, PAGES))
+        tier.close()
+
+
 def test_any_damage_to_the_catalog_gives_misses_or_pages_but_nothing_wrong(directory: Path) -> None:
     whole = {name: (shelf_of(directory) / name).read_bytes() for name in ("catalog.sqlite3", "slab")}
     chance = random.Random(3)

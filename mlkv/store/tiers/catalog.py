@@ -73,6 +73,12 @@ def catalog_files(path: Path) -> list[Path]:
     return [path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal"))]
 
 
+def remove_catalog(path: Path) -> None:
+    """Remove a closed catalog. What it pointed to is unreachable then: a tier may lose pages."""
+    for file in catalog_files(path):
+        file.unlink(missing_ok=True)
+
+
 class Catalog:
     """The database. Not thread-safe: one call at a time, from any thread.
 
@@ -90,7 +96,8 @@ class Catalog:
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
         self._database.text_factory = bytes  # damaged text need not be UTF-8
         try:
-            self._prepare()
+            with self._damage_noted():
+                self._prepare()
         except sqlite3.DatabaseError as error:
             self._database.close()
             if isinstance(error, sqlite3.OperationalError) and not _is_damage_at_start(error):
@@ -122,6 +129,8 @@ class Catalog:
         tables = execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name").fetchall()
         if [sql for (sql,) in tables] != [table.encode() for table in _TABLES]:
             raise CatalogDamaged("its tables are not those of a catalog")
+        with self._transaction():
+            execute(f"PRAGMA user_version = {FORMAT_VERSION}")  # a damaged header may forbid writing
 
     def is_in_place(self) -> bool:
         """Whether the open file is still the one that has the name."""
@@ -204,8 +213,10 @@ class Catalog:
         self._fold()
 
     def close(self) -> None:
-        """Fold the log into the database and close it."""
+        """Fold the log into the database and close it. One that is damaged is removed: it would break again."""
         self._database.close()
+        if self.is_damaged:
+            remove_catalog(self.path)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -229,11 +240,15 @@ class Catalog:
     def _damage_noted(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.OperationalError:
-            raise  # a lock, a full disk, a device that failed: the file may be well
+        except (sqlite3.OperationalError, sqlite3.ProgrammingError):
+            raise  # a lock, a full disk, a device that failed, a mistake here: the file may be well
         except sqlite3.DatabaseError:
             self.is_damaged = True
             raise
+        except UnicodeDecodeError as error:
+            # SQLite's message quotes the damaged text, and Python cannot read it.
+            self.is_damaged = True
+            raise sqlite3.DatabaseError(f"unreadable message about it: {error.object!r}") from error
 
 
 def _is_damage_at_start(error: sqlite3.OperationalError) -> bool:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mlkv.errors import TierUnavailable
-from mlkv.store.tiers.catalog import Catalog, CatalogDamaged, Row, catalog_files, max_catalog_bytes
+from mlkv.store.tiers.catalog import Catalog, CatalogDamaged, Row, max_catalog_bytes, remove_catalog
 from mlkv.store.tiers.disk_folder import DiskFolder
 from mlkv.store.tiers.disk_index import DiskIndex
 from mlkv.store.tiers.slab import Slab
@@ -221,6 +221,8 @@ class DiskVolume:
         try:
             yield
         except sqlite3.Error as error:
+            if self.catalog.is_damaged:
+                log.warning("%s: damaged (%s); the disk tier will begin empty", self.catalog.path, error)
             raise TierUnavailable(f"the disk tier's catalog {self.catalog.path} failed: {error}") from error
 
 
@@ -238,9 +240,7 @@ def _open_catalog(path: Path) -> Catalog:
 
 
 def _new_catalog(path: Path, why: Exception) -> Catalog:
-    """An empty catalog in place of one that cannot be read. Its pages are lost: a tier may lose pages."""
+    """An empty catalog in place of one that cannot be read."""
     log.warning("%s: cannot be read (%s); the disk tier begins empty", path, why)
-    for file in catalog_files(path):
-        with suppress(FileNotFoundError):
-            os.unlink(file)
+    remove_catalog(path)
     return Catalog(path)
