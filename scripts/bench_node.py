@@ -169,7 +169,8 @@ def beside(bench: Bench) -> None:
     found = json.loads((run_ranks(bench, "beside", "beside") / "result.json").read_text())
     bench.data["beside"] = found
     for name, row in found.items():
-        bench.row(f"all-reduce loop beside a {name}", f"{row['slowdown']:.3f}, the load itself {row['own']:.2f}")
+        loop = "load over too soon" if row["slowdown"] is None else f"{row['slowdown']:.3f}"
+        bench.row(f"all-reduce loop beside a {name}", f"{loop}, the load itself {row['own']:.2f}")
 
 
 def kill(bench: Bench) -> None:
@@ -251,7 +252,7 @@ def main() -> int:
     parser.add_argument(
         "--sections", default=",".join(SECTIONS), help=f"some of {', '.join(SECTIONS)}; default all"
     )
-    parser.add_argument("--budget-s", type=float, default=480.0, help="begin no section after this (480)")
+    parser.add_argument("--budget-s", type=float, default=400.0, help="for all sections (400)")
     options = parser.parse_args()
     unknown = set(options.sections.split(",")) - set(SECTIONS)
     if unknown:

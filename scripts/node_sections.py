@@ -104,8 +104,11 @@ def beside(node: Node) -> dict[str, Any]:
     return found
 
 
-def slowdown(node: Node, bench: Moving, repeats: int = 7) -> tuple[float, float]:
-    """Time of the loop beside a load over its time alone, and the same of the load; of the slowest rank."""
+def slowdown(node: Node, bench: Moving, repeats: int = 7) -> tuple[float | None, float]:
+    """Time of the loop beside a load over its time alone, and the same of the load; of the slowest rank.
+
+    The first is None where the load never lasted as long as the loop. Collective.
+    """
     values = torch.zeros(
         (REDUCED_BYTES if node.on_cuda else 64 << 10) // 2, dtype=torch.bfloat16, device=node.device
     )
@@ -136,7 +139,9 @@ def slowdown(node: Node, bench: Moving, repeats: int = 7) -> tuple[float, float]
         loads.append((time.perf_counter() - start) / alone_s)
         if was_running:
             ratios.append(with_load / without)
-    ratio = statistics.median(ratios) if ratios else 0.0
+    if not ratios:  # the same on all ranks; the load was always over first
+        return None, max(node.replica.all_ints(int(1e6 * statistics.median(loads)))) / 1e6
+    ratio = statistics.median(ratios)
     worst = max(node.replica.all_ints(int(1e6 * ratio))) / 1e6
     return worst, max(node.replica.all_ints(int(1e6 * statistics.median(loads)))) / 1e6
 
