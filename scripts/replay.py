@@ -121,6 +121,8 @@ def _draw(axis: Axes, comparison: Comparison) -> None:
         label = f"{policy} (default)" if policy == DEFAULT_POLICY else policy
         axis.plot(capacities, rates, color=color, marker=marker, markersize=5, label=label)
     axis.set_xscale("log")
+    axis.set_xticks(capacities, [f"{capacity:,}" for capacity in capacities])
+    axis.minorticks_off()
     axis.set_ylim(bottom=0)
     axis.set_title(comparison.trace)
     axis.set_xlabel("capacity, blocks")

@@ -163,10 +163,10 @@ def test_chains_that_were_continued_outlive_younger_ones_that_never_are():
     for policy in ("hit-density", "lru"):
         index, hits = new_index(policy, 60), 0
         sessions = [f"{name}" for name in "abcdefgh"]
-        for number in range(1600):
+        for number in range(1000):
             who = number % len(sessions)
             sessions[who] = sessions[who] + "." if len(sessions[who]) < 12 else sessions[who][0]
-            hits += holds(index, sessions[who][:-1]) if number > 800 and len(sessions[who]) > 1 else 0
+            hits += holds(index, sessions[who][:-1]) if number > 500 and len(sessions[who]) > 1 else 0
             ask(index, sessions[who])
             ask(index, f"{number:05}"[::-1])
         rates[policy] = hits
@@ -268,15 +268,13 @@ def test_sieve_agrees_with_a_list(steps: list[tuple[str, int]]):
             marked.add(page)
             policy.touch(page)
         elif step == "t" and queue:
-            while True:
-                hand = hand if hand < len(queue) else 0
-                if queue[hand] not in marked:
-                    break
+            while queue[hand] in marked:
                 marked.discard(queue[hand])
-                hand += 1
+                hand = (hand + 1) % len(queue)
             assert policy.victim() == queue[hand]
             policy.forget(np.array([queue[hand]], np.int32), 0, None, parent_is_leaf=False)
             del queue[hand]
+            hand = hand if hand < len(queue) else 0
         assert len(policy) == len(queue)
 
 
