@@ -74,7 +74,8 @@ def cooperative(node: Node) -> dict[str, Any]:
     """A set of latent pages that every rank needs: each alone, and in parts over all links."""
     geometry, num_bytes = deepseek(small=not node.on_cuda), rank_bytes(node)
     link = num_bytes / one_alone(node, raw_copy(node, num_bytes, "load"))
-    num_pages = num_bytes // geometry.layout.payload_bytes
+    # As much for each link as at two ranks, so that the last gather counts as little with more of them.
+    num_pages = node.size * num_bytes // 2 // geometry.layout.payload_bytes
     host = SharedHost(node, num_pages * geometry.layout.page_bytes)
     found: dict[str, Any] = {"one_link_gb_per_s": link / 1e9, "num_pages": num_pages}
     for name, is_cooperative in (("alone", False), ("cooperative", True)):

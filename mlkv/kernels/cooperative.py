@@ -178,6 +178,7 @@ class Cooperation(Generic[S]):
             return
         self.given_up = f"cooperative loads were given up: {why}"
         log.warning("%s; this rank brings its loads alone from now on", self.given_up)
+        self._gathers.clear()
         self._exchange.abort()
 
     def measure(self, deadline_s: float) -> tuple[float, float]:

@@ -105,7 +105,8 @@ class Direction(Generic[S]):
     def submit(self, task: Queueable) -> None:
         self._in_flight.append(task)
         if self._worker is not None:
-            self._worker.submit(task)
+            if not self._worker.submit(task):
+                task.fail("refused: as many transfers as are let in are in flight")
             return
         self._unqueued.append(task)
         self.queue_more()
