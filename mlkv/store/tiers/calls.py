@@ -70,7 +70,6 @@ class Call:
     limit: int = 0
     """Of `scan`, whose only key is where it begins."""
     num_erasures: int = 0
-    num_attempts: int = 0
     began_at: float = 0.0
     ended_at: float = 0.0
     answer: Answer | None = None

@@ -103,7 +103,3 @@ class Erasures:
             if key in self._due or key in self._hung_keys:
                 return number
         return len(keys)
-
-    def is_cleared_since(self, call: Call) -> bool:
-        """Whether everything was deleted after this call began."""
-        return self._clear_number > call.num_erasures

@@ -322,6 +322,9 @@ class TierRunner:
         self._workers.add()
         self._erasures.note_hung(self._hung)
         self._fail(call, "timeout", f"no answer within {self._tier.deadline_s:g} s")
+        if len(self._hung) >= self.concurrency:
+            self._drop_loads("every thread of the tier hangs")
+            self._drop_writes("every thread of the tier hangs")
 
     def _fail(self, call: Call, cause: str, why: str) -> None:
         self.counters.failures[cause] += 1
@@ -351,8 +354,7 @@ class TierRunner:
             call.on_answer(answer)
             return
         if call.kind == "contains":
-            num_found = 0 if self._erasures.is_cleared_since(call) else answer.num_found
-            num_found = self._erasures.num_present(call.keys[:num_found])
+            num_found = self._erasures.num_present(call.keys[: answer.num_found])
             self.counters.misses += len(call.keys) - num_found
             answer = Answer(answer.error, num_found)
         elif call.kind == "read":
