@@ -201,9 +201,9 @@ def test_page_that_is_not_what_its_key_names_is_a_miss_and_is_deleted(new_store:
     elif damage == "key":
         data[:] = make_page("ax", 7)
     elif damage == "parent":
-        data[:] = make_page("b", 7)
+        data[:] = make_page("ab", 7, parent=key("x"))
     elif damage == "namespace":
-        data[24:40] = b"m" * 16
+        data[:] = make_page("ab", 7, namespace=b"m" * 16)
     tier.pages[key("ab")] = bytes(data)
     found = store.find("abc")
     store.settle()

@@ -62,6 +62,7 @@ class LatchTier(Tier):
         self.batch_pages = batch_pages
         self.deadline_s = deadline_s
         self.pages: dict[bytes, bytes] = {}
+        self.notes: dict[str, bytes] = {}
         self.faults: dict[str, dict[int, BaseException | str]] = {}
         self.num_calls: dict[str, int] = {}
         self.in_call: list[tuple[str, tuple[bytes, ...]]] = []
@@ -162,10 +163,12 @@ class LatchTier(Tier):
         return sorted(page_key for page_key in self.pages if page_key > after)[:limit]
 
     def load_note(self, name: str) -> bytes | None:
-        return None
+        with self._call("load_note"):
+            return self.notes.get(name)
 
     def store_note(self, name: str, value: bytes) -> None:
-        raise NotImplementedError
+        with self._call("store_note"):
+            self.notes[name] = value
 
     def stats(self) -> TierStats:
         return TierStats(num_pages=len(self.pages))
