@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import mmap
+import os
 import threading
 
 import numpy as np
@@ -178,3 +180,21 @@ def test_a_refused_copy_raises_with_the_drivers_words(batched: bool) -> None:
     addresses = two.ctypes.data + np.array([0, 16], np.int64)
     with pytest.raises(RuntimeError, match=r"invalid argument \(1\)"):
         engine.copy(77, addresses, addresses, 16, sources_are_final=True)
+
+
+def test_memory_is_taken_before_it_is_registered() -> None:
+    """Or the driver would have it taken page by page, under a lock that everybody waits for."""
+    num_bytes, taken = 1 << 20, []
+    fd = os.memfd_create("pinning-test")
+    os.ftruncate(fd, num_bytes)
+
+    class Watching(Driver):
+        def register(self, address: int, num_bytes: int) -> int:
+            taken.append(512 * os.fstat(fd).st_blocks)
+            return super().register(address, num_bytes)
+
+    with mmap.mmap(fd, num_bytes) as mapping:
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        PinnedMemory(address, num_bytes, Watching(), piece_bytes=num_bytes).close()
+    os.close(fd)
+    assert taken == [num_bytes]
