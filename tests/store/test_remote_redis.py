@@ -44,7 +44,7 @@ def answering(*answers: bytes) -> Iterator[int]:
                         return
                     connection.sendall(answer)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield listener.getsockname()[1]
         thread.join(10)
@@ -294,7 +294,7 @@ def test_answers_that_trickle_in_do_not_extend_the_deadline(pool: Pool) -> None:
                 except OSError:
                     return
 
-        thread = threading.Thread(target=trickle)
+        thread = threading.Thread(target=trickle, daemon=True)
         thread.start()
         tier = RedisTier.from_url(f"redis://127.0.0.1:{listener.getsockname()[1]}", PAGE_BYTES, deadline_s=0.5)
         with pytest.raises(TierUnavailable, match=r"0\.5 s"):
@@ -321,7 +321,7 @@ def test_closing_ends_the_calls_that_still_wait(tmp_path: Path, pool: Pool) -> N
             except TierUnavailable as error:
                 failures.append(error)
 
-        reader = threading.Thread(target=read)
+        reader = threading.Thread(target=read, daemon=True)
         reader.start()
         eventually(lambda: tier._busy, "the call has its connection")
         tier.close()

@@ -31,8 +31,8 @@ _FIRST_PROBES = 4
 """HEAD requests that a look-up begins with: each is paid, and most that find nothing find it out at once."""
 
 _CHUNK_BYTES = 256 << 10
-"""What the client collects of a page before it is copied into place, so its memory per request. Pages of 8 MiB take
-0.79 of the time of the client's own `bytes()` with 256 KiB, the same as that with 1 MiB and more."""
+"""What the client collects of a page before it is copied into place, so its memory per request. Pages of 8 MiB
+take 0.79 of the time of the client's own `bytes()` with 256 KiB, the same as that with 1 MiB and more."""
 
 _LIST_OBJECTS = 1000  # in one answer, and in one request to delete
 _ERROR_CODE = re.compile(r"<Code>(\w+)</Code>")
