@@ -93,7 +93,7 @@ def test_a_lower_limit_holds_from_the_start_and_keeps_what_fits(tmp_path: Path) 
 
 @pytest.mark.parametrize("is_cleared", [False, True])
 def test_a_much_lower_limit_makes_the_catalog_smaller_too(tmp_path: Path, is_cleared: bool) -> None:
-    num_pages = 60_000
+    num_pages = 90_000
     tier = opened(tmp_path, num_pages=num_pages)
     volume = tier._opened
     assert volume is not None
