@@ -19,12 +19,16 @@ def owner_socket(config: StoreConfig) -> Path:
     name without talking, from what the launcher has told each of them. A process outside of torchrun has an
     owner for itself. With `store.name`, everybody of this user who gives that name shares one.
     """
-    folder = config.directory
-    if folder is None:
+    return socket_folder(config.directory) / f"{config.name or _job_name()}.sock"
+
+
+def socket_folder(directory: Path | None) -> Path:
+    """Where this user's sockets lie, if not in `directory`."""
+    if directory is None:
         runtime = os.environ.get("XDG_RUNTIME_DIR")
         base = Path(runtime) if runtime and os.path.isdir(runtime) else Path(tempfile.gettempdir())
-        folder = base / f"mlkv-{os.getuid()}"
-    return folder.absolute() / f"{config.name or _job_name()}.sock"
+        directory = base / f"mlkv-{os.getuid()}"
+    return directory.absolute()
 
 
 def _job_name() -> str:

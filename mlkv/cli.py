@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlkv.commands import add_commands
 from mlkv.errors import MLKVError
 from mlkv.version import __version__
 
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     bench = commands.add_parser("bench", help="measure on this machine")
     _add_benchmarks(bench.add_subparsers(dest="benchmark", required=True))
+    add_commands(commands)
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)

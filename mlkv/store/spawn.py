@@ -46,7 +46,7 @@ def spawn_owner(settings: OwnerSettings, lock: SocketLock, deadline_s: float) ->
                 pass_fds=(settings_fd, lock.fileno(), ready_write),
                 start_new_session=True,
                 cwd="/",
-                env=_owner_environment(),
+                env=owner_environment(),
             )
         except OSError as error:
             raise StoreError(f"cannot start the owner of the store: {error.strerror}") from error
@@ -94,7 +94,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _owner_environment() -> dict[str, str]:
+def owner_environment() -> dict[str, str]:
     """Ours, with the same import path however it came about, one thread, and no GPU."""
     environment = dict(os.environ)
     paths: Sequence[str] = [os.path.abspath(entry) for entry in sys.path]

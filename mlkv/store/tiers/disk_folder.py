@@ -106,6 +106,19 @@ class DiskFolder:
         os.close(self._lock_fd)
 
 
+def page_sizes(directory: Path) -> list[int]:
+    """Sizes in bytes of the pages that lie in a folder in this version's format, without locking it."""
+    prefix = f"{_SHELF}{PAGE_VERSION}.{CATALOG_VERSION}-"
+    sizes = [path.name.removeprefix(prefix) for path in directory.glob(f"{prefix}*")]
+    return sorted(int(text) for text in sizes if text.isdigit())
+
+
+def folder_bytes(directory: Path) -> int:
+    """Length of everything of the tier in a folder, of any page size and version."""
+    files = (file for path in directory.glob(f"{_SHELF}*") for file in _files_of(path))
+    return sum(file.lstat().st_size for file in files if file.exists())
+
+
 def _lock(directory: Path) -> int:
     """A descriptor that holds the folder's lock, with this process's id written to it."""
     path = directory / _LOCK
