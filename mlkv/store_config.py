@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import ByteSize, Field, SecretStr, field_validator
 
 from mlkv.section import Section
+
+Admission: TypeAlias = Literal["write", "second_use", "evict"]
+"""When pages go to the lower tiers."""
 
 REMOTE_SCHEMES = ("mooncake", "s3", "redis", "rediss")
 
@@ -99,7 +102,7 @@ class StoreConfig(Section):
     policy: Literal["hit-density", "lru", "sieve"] = Field(
         default="hit-density", description="which page leaves a full pool, see docs/policies.md"
     )
-    admission: Literal["write", "second_use", "evict"] = Field(
+    admission: Admission = Field(
         default="write",
         description="when pages go to the lower tiers: once they are complete, when they are found for the second "
         "time, or shortly before they would be evicted from host memory",

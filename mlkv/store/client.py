@@ -36,8 +36,7 @@ from mlkv.store.wire_tools import (
     TierKeys,
     Unpin,
 )
-from mlkv.store.writeback import Admission
-from mlkv.store_config import DiskConfig, RemoteConfig
+from mlkv.store_config import Admission, DiskConfig, RemoteConfig
 
 MAX_OUTSTANDING = 4096
 """Requests without an answer yet. An owner that is alive answers thousands in a step."""

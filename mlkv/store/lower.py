@@ -15,7 +15,8 @@ from mlkv.store.lookups import Lookups
 from mlkv.store.pool import HostPool
 from mlkv.store.promotion import Promoter
 from mlkv.store.tiers.runner import TierRunner
-from mlkv.store.writeback import Admission, WriteBack
+from mlkv.store.writeback import WriteBack
+from mlkv.store_config import Admission
 
 
 class LowerTiers:

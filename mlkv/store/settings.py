@@ -12,8 +12,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError
 from mlkv.errors import ConfigError
 from mlkv.section import Section
 from mlkv.store.policy import DEFAULT_POLICY, PolicyName
-from mlkv.store.writeback import Admission
-from mlkv.store_config import DiskConfig, RemoteConfig
+from mlkv.store_config import Admission, DiskConfig, RemoteConfig
 
 
 class OwnerSettings(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ from mlkv.store.pool import HostPool
 from mlkv.store.tiers.base import StoredPage
 from mlkv.store.tiers.calls import Answer
 from mlkv.store.tiers.runner import TierRunner
-
-Admission: TypeAlias = Literal["write", "second_use", "evict"]
+from mlkv.store_config import Admission
 
 _POOL_SHARE: Final = 4
 """One page in so many may wait to be written to a tier: it cannot be evicted meanwhile."""

@@ -154,6 +154,7 @@ def test_server_that_lets_us_in_and_then_fails_is_tried_with_one_call_at_a_time(
     store.wait_until_connected()
     with tier.held("contains"):
         answers = [store.match_later(letter) for letter in "abc"]
+        assert [bool(answer) for answer in answers] == [False, True, True], "more than one waited for the trial"
         tier.wait_for("contains")
         store.lower.poll()
         assert len(tier.in_call) == 1

@@ -253,7 +253,10 @@ class TierRunner:
             _log.exception("tier %s did not close well", self.name)
 
     def _queue_load(self, call: Call) -> bool:
-        if not self.is_usable or len(self._loads) >= MAX_LOADS:
+        # A server that hangs whatever it is asked costs one lookup its wait in each trial, not all that come then.
+        is_tried = self._breaker.state == "half-open" and bool(self._running or self._loads)
+        is_refused = is_tried and self.counters.openings > 0
+        if is_refused or not self.is_usable or len(self._loads) >= MAX_LOADS:
             self.counters.misses += len(call.keys) if call.kind == "contains" else 0
             return False
         self._loads.append(call)
