@@ -21,6 +21,7 @@ import struct
 import zlib
 from enum import IntEnum
 
+from mlkv.dist.futex import WordWaits
 from mlkv.dist.protocol import REPORT_BYTES
 from mlkv.errors import MLKVError
 
@@ -116,6 +117,10 @@ class Ledger:
         self.words.release()
         self._bytes.release()
         self._memory.close()
+
+    def waits(self) -> WordWaits | None:
+        """For sleeping on its words, where that can be done. To be closed before the ledger."""
+        return WordWaits.of(self._memory)
 
     # -- tokens --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from mlkv.dist.channel import Channel, Decider
 from mlkv.dist.ledger import FAREWELL_BYTES, NUM_SLOTS, PIECE_BYTES, Kind, Ledger
 from mlkv.dist.liveness import Processes
-from mlkv.dist.patience import Patience, spins_for
+from mlkv.dist.patience import LOOK_S, Patience, spins_for
 from mlkv.dist.replica import Replica
 from mlkv.errors import AgreementError, MLKVError, RankLost
 
@@ -50,6 +50,8 @@ class HostLedger:
         spins = spins_for(max(len(self._ranks), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
         self._spins = spins
         self._quick_polls = min(_QUICK_POLLS, spins)
+        # Where ranks take turns on the cores, who waits sleeps until it is woken; else nobody pays for waking.
+        self._waits = self._ledger.waits() if not spins else None
         self._last_report: bytes | None = None
         self._reports: list[bytes] = [b""] * len(self._ranks)  # of the leader
         self._followers = [(at, self._ledger.token_at[at]) for at in range(1, len(self._ranks))]
@@ -79,6 +81,7 @@ class HostLedger:
                 self._tell(step, Kind.FULL, message)
             else:
                 words[ledger.decision_at] = same
+                self._wake(ledger.decision_at)
         except RankLost as lost:
             self._tell(step, Kind.LOST, json.dumps([lost.rank, lost.step, lost.why]).encode())
             raise
@@ -109,12 +112,15 @@ class HostLedger:
         if len(text) > FAREWELL_BYTES:
             text = json.dumps([who, why.encode("ascii", "replace").decode()[: FAREWELL_BYTES - 100] + "..."])
         self._ledger.put_farewell(self._own, self._step, text.encode())
+        self._wake(self._ledger.token_at[self._own])
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self.leave("it closed its cache")
             self._processes.close()
+            if self._waits is not None:
+                self._waits.close()
             self._ledger.close()
 
     def _publish(self, step: int, report: bytes) -> tuple[int, int]:
@@ -129,6 +135,8 @@ class HostLedger:
         else:
             self._last_report = report
             ledger.put_report(self._own, step, report)
+        if not self.leads:
+            self._wake(ledger.token_at[self._own])
         return same, full
 
     # -- the leader's side ---------------------------------------------------------------------------------
@@ -140,7 +148,7 @@ class HostLedger:
             word = words[at]
             if word in (same, full):
                 return word
-            if patience.pause():
+            if self._pause(patience, at, word):
                 self._look_at(follower, step, "its report", lambda: words[at] in (same, full))
                 if patience.expired and words[at] not in (same, full):
                     raise self._missing(follower, step)
@@ -156,6 +164,7 @@ class HostLedger:
         view = memoryview(message)
         # Announced first, so that a message longer than the ring is read while it is written.
         ledger.words[ledger.decision_at] = ledger.token(step, kind)
+        self._wake(ledger.decision_at)
         for offset in range(0, len(message), PIECE_BYTES):
             if self._next_slot - self._read_by_all >= NUM_SLOTS:
                 self._await_room(step)
@@ -184,7 +193,7 @@ class HostLedger:
                 return word
             if word == lost:
                 raise self._told_lost(step)
-            if patience.pause():
+            if self._pause(patience, at, word):
                 self._look_at(0, step, "its decision", lambda: words[at] in (same, full, lost))
                 if patience.expired and words[at] not in (same, full, lost):
                     self._blame(step, patience)
@@ -232,6 +241,17 @@ class HostLedger:
         return RankLost(rank, at_step, why)
 
     # -- both ----------------------------------------------------------------------------------------------
+
+    def _pause(self, patience: Patience, at: int, word: int) -> bool:
+        """Let time pass while `word` stands at this place; True when it is time to look around."""
+        if self._waits is None:
+            return patience.pause()
+        self._waits.wait(at, word, LOOK_S)
+        return patience.look_due()
+
+    def _wake(self, at: int) -> None:
+        if self._waits is not None:
+            self._waits.wake(at)
 
     def _until(self, poll: Callable[[], _T | None], at: int, step: int, what: str) -> _T:
         """What `poll` returns once it is not None; meanwhile watches the rank at this place of the host."""

@@ -8,7 +8,7 @@ import time
 _YIELD_S = 0.002  # a rank that is this late is not about to come in the next microseconds
 _SLEEP_SHARE = 0.05  # of the time waited so far: waking late costs no more than this share
 _MAX_SLEEP_S = 0.0005
-_LOOK_S = 0.002  # between two looks at the processes that are waited for
+LOOK_S = 0.002  # between two looks at the processes that are waited for
 
 
 def spins_for(num_ranks: int) -> int:
@@ -29,7 +29,7 @@ class Patience:
         self._spins = spins
         self._start = time.monotonic()
         self._end = self._start + deadline_s
-        self._look_at = self._start + _LOOK_S
+        self._look_at = self._start + LOOK_S
         self.expired = False
 
     @property
@@ -48,10 +48,17 @@ class Patience:
             time.sleep(0)  # lets other threads of this process have the interpreter
         else:
             time.sleep(min(_MAX_SLEEP_S, waited_s * _SLEEP_SHARE))
+        return self._look_due(now)
+
+    def look_due(self) -> bool:
+        """What `pause` returns, for a caller that has let time pass by other means."""
+        return self._look_due(time.monotonic())
+
+    def _look_due(self, now: float) -> bool:
         if now >= self._end:
             self.expired = True
             return True
         if now >= self._look_at:
-            self._look_at = now + _LOOK_S
+            self._look_at = now + LOOK_S
             return True
         return False
