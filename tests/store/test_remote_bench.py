@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 from remote_engines import S3Engine
-from remote_servers import RedisServer, S3Server, free_port, running
+from remote_servers import MooncakeMaster, RedisServer, S3Server, free_port, running
+from store_helpers import environment
 
 from mlkv.bench import remote
 from mlkv.cli import main
@@ -78,3 +81,20 @@ def test_a_wrong_url_is_refused_without_repeating_secrets(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         remote.run(url)
     assert "secret" not in str(caught.value)
+
+
+def test_mooncake_is_compared_and_the_command_ends(tmp_path: Path) -> None:
+    if MooncakeMaster.missing():
+        pytest.skip(MooncakeMaster.missing())
+    server = MooncakeMaster(tmp_path)
+    file = tmp_path / "result.json"
+    with running(server):
+        # In a process of its own, since Mooncake's client leaves threads and logs behind.
+        subprocess.run(
+            [sys.executable, "-m", "mlkv", "bench", "remote", "--url", server.url, "--json", str(file)],
+            check=True,
+            capture_output=True,
+            env=environment(),
+            timeout=120,
+        )
+    assert json.loads(file.read_text())["write"]["ratio"] > 0
