@@ -107,7 +107,7 @@ class CachedModel:
 
     def clear(self) -> None:
         """Forget all KV, after the weights have changed. Collective over the replica."""
-        self._cache.clear()
+        self._cache.invalidate()
 
     def stats(self) -> CacheStats:
         return self._cache.stats()

@@ -222,7 +222,10 @@ class SchedulerSide:
         return tracked.loaded_tokens
 
     def clear(self) -> None:
-        """Forget what is cached. What running requests have computed so far will not be stored."""
+        """Forget what is cached, in every tier. What running requests have computed so far will not be stored.
+
+        vLLM calls this after an update of the weights, in each of its engines.
+        """
         for tracked in self._tracked.values():
             if tracked.look in (_Look.ASKED, _Look.HIT):
                 self._forget_hit(tracked)
@@ -233,7 +236,7 @@ class SchedulerSide:
         for store in self._stores:
             self._release(store.name)
         self._stores = []
-        self.cache.clear()
+        self.cache.invalidate()
 
     # -- calls of the facade, and what became of them ------------------------------------------------------
 
