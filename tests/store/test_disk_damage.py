@@ -402,3 +402,26 @@ def test_a_file_system_that_refuses_o_direct_only_in_use_is_noticed(
     assert all(write(tier, PAGES))
     assert all(read(tier, PAGES))
     tier.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "key = 'text of 16 bytes'",
+        "key = x'00'",
+        "parent = 5",
+        "generation = 'many'",
+        "used = x'00'",
+        "key = (SELECT key FROM pages WHERE slot = 0)",
+    ],
+)
+def test_a_row_that_makes_no_sense_costs_its_page_only(directory: Path, change: str) -> None:
+    with sqlite3.connect(shelf_of(directory) / "catalog.sqlite3") as database:
+        database.execute(f"UPDATE pages SET {change} WHERE slot = 3")
+    database.close()
+    tier = opened(directory)
+    assert present(tier, PAGES) == [page != PAGES[3] for page in PAGES]
+    assert all(write(tier, PAGES))
+    assert all(read(tier, PAGES))
+    check_slots(tier)
+    tier.close()

@@ -147,21 +147,19 @@ class Catalog:
                 total += os.stat(file).st_blocks * 512
         return total
 
-    def rows(self) -> Iterator[tuple[int, bytes, bytes, int, int]]:
-        """The fields of all rows that make sense, in no order. Plain tuples, since there may be millions."""
+    def rows(self) -> Iterator[tuple[int, bytes | None, bytes, int, int]]:
+        """The fields of all rows, in no order, as plain tuples, since there may be millions.
+
+        A row that a damaged file holds instead of what was written has None as its key, and nothing but its slot
+        means anything.
+        """
         with self._damage_noted():
             found = self._database.execute(
-                f"SELECT slot, key, parent, generation, used FROM pages WHERE {_MAKES_SENSE}"
+                f"SELECT slot, CASE WHEN {_MAKES_SENSE} THEN key END, parent, generation, used FROM pages"
             )
             while part := found.fetchmany(_READ_ROWS):
                 slots, keys, parents, generations, uses = zip(*part, strict=True)
                 yield from zip(slots, keys, parents, map(_HALF.__add__, generations), uses, strict=True)
-
-    def senseless_slots(self) -> list[int]:
-        """Slots of rows that a damaged file holds instead of what was written."""
-        with self._damage_noted():
-            found = self._database.execute(f"SELECT slot FROM pages WHERE NOT ({_MAKES_SENSE})")
-            return [slot for (slot,) in found]
 
     def change(
         self, *, delete: Iterable[int] = (), insert: Iterable[Row] = (), used: Mapping[int, int] | None = None

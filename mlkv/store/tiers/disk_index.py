@@ -68,22 +68,17 @@ class DiskIndex:
 
     # Start
 
-    def load(
-        self, rows: Iterable[tuple[int, bytes, bytes, int, int]], condemned: Iterable[int], num_slots: int
-    ) -> None:
+    def load(self, rows: Iterable[tuple[int, bytes | None, bytes, int, int]], num_slots: int) -> None:
         """Take over what the catalog says of a slab of `num_slots`.
 
-        Args:
-            rows: the fields of a `Row` each.
-            condemned: slots with rows that must be deleted.
+        `rows`: the fields of a `Row` each; without a key, the row is one to delete.
         """
         is_used = bytearray(num_slots)
         # Attributes are looked up once: a million pages pass here while an engine waits for its store.
         slot_of, children, restore = self._slot_of, self._children, self.recency.restore
         key_in, parent_in, generation_in = self._key, self._parent, self._generation
-        self._condemned.update(condemned)
         for slot, key, parent, generation, used in rows:
-            if key in slot_of:
+            if key is None or key in slot_of:
                 self._condemned.add(slot)
                 continue
             slot_of[key] = slot

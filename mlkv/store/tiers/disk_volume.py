@@ -202,14 +202,14 @@ class DiskVolume:
         self.index = DiskIndex(self.max_slots)
         try:
             self.catalog.drop_from(self.slab.num_slots)
-            self.index.load(self.catalog.rows(), self.catalog.senseless_slots(), self.slab.num_slots)
+            self.index.load(self.catalog.rows(), self.slab.num_slots)
         except sqlite3.DatabaseError as error:
             if not self.catalog.is_damaged:
                 raise
             self.catalog.close()
             self.catalog = _new_catalog(self.catalog.path, error)
             self.index = DiskIndex(self.max_slots)
-            self.index.load((), (), self.slab.num_slots)
+            self.index.load((), self.slab.num_slots)
         self._remove_leftovers(self.slab.num_slots)
         if not self.slab.num_slots and not self._grow():
             raise TierUnavailable(
