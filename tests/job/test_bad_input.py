@@ -61,7 +61,7 @@ def refusal(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--", "/no/script.py"], "there is no script /no/script.py"),
         (["--"], "nothing follows --"),
-        (["--", __file__], "--model is not for scripts of yours; --tp, --dp and --port are"),
+        (["--", __file__], "--model is not for scripts of yours; --tp, --dp, --port, --max-restarts are"),
     ],
 )
 def test_wrong_options_are_refused_by_name(
