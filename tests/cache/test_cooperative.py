@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlkv import ConfigError, KVLayout, KVPool, MLKVConfig, MultiLevelCache, Replica
+from mlkv import ConfigError, KVLayout, KVPool, MLKVConfig, MultiLevelCache, RankLost, Replica
 from tests.cache.bench import PAGE_TOKENS, Rank, layout_of, slots_of, tokens_of
 from tests.cache.test_many_ranks import ended, random_traffic
 from tests.ranks import run_ranks, watch_ranks
@@ -48,51 +48,79 @@ def test_ranks_with_heads_of_their_own_load_alone_whatever_the_setting() -> None
     assert results[0] == results[1]
 
 
-def mla(rank_index: int) -> tuple[Any, ...]:
-    replica = Replica.from_world(tp=3, deadline_s=20.0)
-    layout = KVLayout.mla(num_layers=2, latent_dim=6, dtype=torch.bfloat16, page_tokens=PAGE_TOKENS)
-    kv = [torch.full((64, 1, 1, 6), -1.0, dtype=torch.bfloat16) for _ in range(2)]
-    config = MLKVConfig(
-        model="m",
-        page_tokens=PAGE_TOKENS,
-        store={"host_bytes": 16 * layout.page_bytes},
-        move={"cooperative": "on"},
-        agree={"deadline_s": 20.0},
-    )
-    cache = MultiLevelCache(config, layout, KVPool(layout, [[layer] for layer in kv]), replica)
-    tokens = tokens_of(21)
-    right = torch.arange(2 * 20 * 6).view(2, 20, 1, 1, 6) % 251
-    for layer, values in zip(kv, right, strict=True):
-        layer[:20] = values
-    cache.offload("a", tokens, slots_of(0, 21))
-    seen: dict[str, int] = {}
+NUM_LATENT_TOKENS = 9 * PAGE_TOKENS
+LATENT_DIM = 6
 
-    def step_until(kind: str, request_id: str) -> None:
-        end = time.monotonic() + 15
-        while request_id not in seen:
+
+class LatentRank:
+    """A rank with a pool of latents on the CPU or on a GPU of its own; nine pages of known content are stored."""
+
+    def __init__(self, rank_index: int, size: int, device: str, deadline_s: float = 20.0) -> None:
+        self.device = torch.device(device, rank_index) if device == "cuda" else torch.device(device)
+        if device == "cuda":
+            torch.cuda.set_device(self.device)
+        layout = KVLayout.mla(num_layers=2, latent_dim=LATENT_DIM, dtype=torch.bfloat16, page_tokens=PAGE_TOKENS)
+        self.kv = torch.full((2, 128, 1, 1, LATENT_DIM), -1.0, dtype=torch.bfloat16, device=self.device)
+        config = MLKVConfig(
+            model="m",
+            page_tokens=PAGE_TOKENS,
+            store={"host_bytes": 16 * layout.page_bytes},
+            move={"cooperative": "on"},
+            agree={"deadline_s": deadline_s},
+        )
+        replica = Replica.from_world(tp=size, deadline_s=deadline_s)
+        self.cache = MultiLevelCache(config, layout, KVPool(layout, [[layer] for layer in self.kv]), replica)
+        self.tokens = tokens_of(NUM_LATENT_TOKENS + 1)
+        self.seen: dict[tuple[str, str], Any] = {}
+        content = torch.arange(2 * NUM_LATENT_TOKENS * LATENT_DIM) % 251
+        self.right = content.view(2, -1, 1, 1, LATENT_DIM).to(self.device, torch.bfloat16)
+        self.kv[:, :NUM_LATENT_TOKENS] = self.right
+        self.cache.offload("stored", self.tokens, slots_of(0, NUM_LATENT_TOKENS + 1))
+        self.step_until("offloaded", "stored")
+
+    def step_until(self, kind: str, request_id: str) -> Any:
+        end = time.monotonic() + 30
+        while (kind, request_id) not in self.seen:
             assert time.monotonic() < end, f"{kind} of {request_id}"
-            step = cache.step()
-            seen.update(getattr(step, kind))
+            step = self.cache.step()
+            for name in ("hits", "loaded", "offloaded"):
+                self.seen |= {(name, key): value for key, value in getattr(step, name).items()}
             time.sleep(0.0002)
+        return self.seen[kind, request_id]
 
-    step_until("offloaded", "a")
-    for layer in kv:
-        layer.fill_(-1.0)
-    cache.lookup("b", tokens)
-    step_until("hits", "b")
-    del seen["b"]
-    slots = torch.randperm(40, generator=torch.Generator().manual_seed(rank_index))[:20] + 20
-    cache.load("b", slots)
-    step_until("loaded", "b")
-    loaded = torch.stack([layer[slots] for layer in kv])
-    is_right = bool((loaded == right).all()) and all(bool((layer[:20] == -1.0).all()) for layer in kv)
-    result = (cache.stats().cooperative, seen["b"], is_right)
-    cache.close()
+    def loads_right(self, num_pages: int) -> bool:
+        """Whether a load of so many pages into poisoned slots, others on each rank, brings exactly these bytes."""
+        request_id, num_tokens = f"{num_pages} pages", num_pages * PAGE_TOKENS
+        self.kv.fill_(-1.0)
+        self.cache.lookup(request_id, self.tokens[: num_tokens + 1])
+        self.step_until("hits", request_id)
+        generator = torch.Generator().manual_seed(num_pages + 100 * (self.device.index or 0))
+        slots = torch.randperm(128, generator=generator)[:num_tokens]
+        self.cache.load(request_id, slots)
+        self.step_until("loaded", request_id)
+        expected = torch.full_like(self.kv, -1.0)
+        expected[:, slots] = self.right[:, :num_tokens]
+        return torch.equal(self.kv, expected)
+
+
+def latents(rank_index: int, size: int, device: str) -> tuple[bool, list[bool]]:
+    rank = LatentRank(rank_index, size, device)
+    result = rank.cache.stats().cooperative, [rank.loads_right(num_pages) for num_pages in range(1, 10)]
+    rank.cache.close()
     return result
 
 
 def test_a_latent_is_right_on_every_rank() -> None:
-    assert run_ranks(mla, 3) == [(True, 20, True)] * 3
+    assert run_ranks(latents, 3, 3, "cpu") == [(True, [True] * 9)] * 3
+
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@needs_two_gpus
+def test_a_latent_is_right_on_every_gpu() -> None:
+    size = torch.cuda.device_count()
+    assert run_ranks(latents, size, size, "cuda", deadline_s=120.0) == [(True, [True] * 9)] * size
 
 
 @pytest.mark.parametrize("faults", ["delay=all:0-10ms,seed=3", "delay=all:0-5ms,fail=rank1:0.2,corrupt=rank0:0.1"])
@@ -154,28 +182,23 @@ def test_tensors_on_the_cpu_are_loaded_alone_unless_told() -> None:
     assert run_ranks(auto, 2) == [False, False]
 
 
-def one_dies(rank_index: int) -> tuple[str, float]:
-    """Rank 1 ends without a word between two loads."""
-    rank = make(2, 1, agree={"deadline_s": 5.0})
-    tokens, slots = tokens_of(41), slots_of(0, 41)
-    rank.compute(tokens, slots)
-    rank.store("a", tokens, slots)
-    rank.ask("b", tokens)
+def one_dies(rank_index: int, device: str) -> float:
+    """Rank 1 ends without a word when the other has begun a load that needs it."""
+    rank = LatentRank(rank_index, 2, device, deadline_s=5.0)
+    rank.cache.lookup("b", rank.tokens)
+    rank.step_until("hits", "b")
     if rank_index == 1:
         os._exit(9)
-    rank.cache.load("b", slots[:40])
+    rank.cache.load("b", slots_of(0, NUM_LATENT_TOKENS))
     start = time.monotonic()
-    try:
-        rank.drain()
-    except Exception as error:
-        rank.cache.close()
-        return type(error).__name__, time.monotonic() - start
-    return "went on", 0.0
+    with pytest.raises(RankLost):
+        rank.step_until("loaded", "b")
+    rank.cache.close()
+    return time.monotonic() - start
 
 
-def test_a_load_that_waits_for_a_dead_rank_ends_with_its_loss() -> None:
-    outcomes = watch_ranks(one_dies, 2)
-    assert outcomes[0].value is not None, outcomes[0].trace
-    how, seconds = outcomes[0].value
-    assert how == "RankLost"
-    assert seconds < 10
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_two_gpus)])
+def test_a_load_that_waits_for_a_dead_rank_ends_with_its_loss(device: str) -> None:
+    outcome = watch_ranks(one_dies, 2, device, deadline_s=120.0)[0]
+    assert outcome.error is None, outcome.trace
+    assert outcome.value < 20
