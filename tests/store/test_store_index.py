@@ -372,6 +372,51 @@ def test_held_page_and_its_prefix_are_not_evicted_and_its_age_does_not_change():
         index.hold(int(writing.pages[0]))
 
 
+def test_end_of_a_chain_leaves_and_a_page_held_in_its_middle_stays_with_its_prefix():
+    index = new_index(4)
+    written = store(index, "abcd")
+    hold = index.hold(int(written.pages[1]))
+    taken = index.reserve(chain("wxyz"))
+    assert [page.key for page in taken.evicted] == [key("abcd"), key("abc")]
+    assert not set(taken.pages) & set(written.pages[:2])
+    index.cancel(taken.id)
+    index.release([hold])
+    index.check()
+    assert match_length(index, "abcd") == 2
+
+
+def test_clear_keeps_chains_that_are_read_or_written_together_until_both_are_done():
+    index = new_index(12)
+    store(index, "abc")
+    store(index, "abx")
+    store(index, "pq")
+    reader = index.match(chain("abc"), 3)
+    writing = index.reserve(chain("abyz"))
+    assert index.clear() == 8
+    index.check()
+    # a, b and c are read, y and z written; x, p and q were held by nobody.
+    assert (index.counts().quarantined, index.counts().reserved, index.counts().free) == (3, 2, 7)
+    index.release([reader.id])
+    index.check()
+    assert (index.counts().quarantined, index.counts().reserved, index.counts().free) == (2, 2, 8)
+    assert index.commit(writing.id, 2).num_good == 0
+    index.check()
+    assert index.counts().free == 12
+
+
+def test_evicted_pages_are_named_as_a_sequence():
+    index = new_index(4)
+    written = store(index, "abcd")
+    evicted = index.reserve(chain("xyz")).evicted
+    assert len(evicted) == 3
+    assert (evicted[0].key, evicted[-1].key) == (key("abcd"), key("ab"))
+    assert [page.key for page in evicted[1:]] == [key("abc"), key("ab")]
+    assert [page.page for page in evicted] == written.pages[:0:-1].tolist()
+    assert [page.generation for page in evicted] == written.generations[:0:-1].tolist()
+    with pytest.raises(IndexError):
+        evicted[3]
+
+
 def test_audit_sees_a_page_that_two_could_get():
     index = new_index(2)
     written = store(index, "a")

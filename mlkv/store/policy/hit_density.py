@@ -22,7 +22,7 @@ _SAMPLE: Final = 64
 """Candidates that are compared for a victim: with so many the worst of them is among the worst 2% of all, in
 nearly every case."""
 
-_RELEARN_REQUESTS: Final = 200
+_RELEARN_REQUESTS: Final = 50
 """Requests after which densities are computed anew, in a few hundred microseconds."""
 
 _PAGES_PER_GHOST: Final = 4
