@@ -66,6 +66,7 @@ def connect(config: MLKVConfig, layout: KVLayout, replica: Replica) -> StoreClie
             remote=config.store.remote,
             admission=config.store.admission,
             policy=config.store.policy,
+            quotas=config.store.quotas,
         )
     except MLKVError as problem:
         error = problem

@@ -204,4 +204,9 @@ def connect_member(config: MLKVConfig, layout: KVLayout, engine: str, rank: int)
         rank=rank,
         deadline_s=store.connect_deadline_s,
         linger_s=store.linger_s,
+        disk=store.disk,
+        remote=store.remote,
+        admission=store.admission,
+        policy=store.policy,
+        quotas=store.quotas,
     )

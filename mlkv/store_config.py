@@ -102,6 +102,11 @@ class StoreConfig(Section):
     policy: Literal["hit-density", "lru", "sieve"] = Field(
         default="hit-density", description="which page leaves a full pool, see docs/policies.md"
     )
+    quotas: dict[str, ByteSize] = Field(
+        default={},
+        description="the most of the host pool that pages of a model (as the setting `model` names it) may take; "
+        '"*": each model that is not named. Default: no limit',
+    )
     admission: Admission = Field(
         default="write",
         description="when pages go to the lower tiers: once they are complete, when they are found for the second "

@@ -12,7 +12,7 @@ from mlkv.commands.pages import namespace_of, namespaces, page_lists, pages_of
 from mlkv.commands.show import holders_table, pool_table, print_json, print_table, table, tiers_table
 from mlkv.store import Stats, StoreClient
 from mlkv.store.states import READY, STATE_NAMES
-from mlkv.store.wire_tools import ListTier, Pins
+from mlkv.store.wire_tools import ListTier, NamespaceEntry, Pins
 
 _TIER_KEYS_AT_ONCE = 4096
 
@@ -60,14 +60,14 @@ def _ls(options: argparse.Namespace) -> int:
         elif options.tier:
             columns, rows = ["key"], _tier_keys(client, options.tier, options.limit)
         else:
-            columns, rows = ["namespace", "model", "page_tokens", "epoch", "pages"], _namespaces(client)
+            columns, rows = ["namespace", "model", "page_tokens", "epoch", "pages", "limit"], _namespaces(client)
             rows = rows[: options.limit]
     if options.json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
         return 0
-    shown = table("", columns, right=["page", "generation", "page_tokens", "epoch", "pages"])
+    shown = table("", columns, right=["page", "generation", "page_tokens", "epoch", "pages", "limit"])
     for row in rows:
-        shown.add_row(*map(str, row))
+        shown.add_row(*("" if cell is None else str(cell) for cell in row))
     print_table(shown)
     return 0
 
@@ -112,5 +112,10 @@ def _namespaces(client: StoreClient) -> list[list[object]]:
     rows: list[list[object]] = []
     for entry in namespaces(client):
         pages = num_pages.pop(entry.fingerprint, 0)
-        rows.append([entry.fingerprint.hex(), entry.model, entry.page_tokens, entry.epoch, pages])
-    return rows + [[fingerprint.hex(), "?", "?", "?", pages] for fingerprint, pages in num_pages.items()]
+        rows.append([entry.fingerprint.hex(), entry.model, entry.page_tokens, entry.epoch, pages, _limit(entry)])
+    return rows + [[fingerprint.hex(), None, None, None, pages, None] for fingerprint, pages in num_pages.items()]
+
+
+def _limit(entry: NamespaceEntry) -> int | None:
+    """Pages that its quota allows."""
+    return None if entry.limit_pages < 0 else entry.limit_pages

@@ -150,10 +150,13 @@ def _namespaces(now: Sample) -> Table:
     made = Table(box=None, header_style="dim", expand=True)
     for column in ("namespace", "model"):
         made.add_column(column)
-    for column in ("page tokens", "epoch"):
+    for column in ("page tokens", "epoch", "pages", "quota"):
         made.add_column(column, justify="right")
     for entry in now.namespaces:
-        made.add_row(entry.fingerprint.hex()[:16], entry.model, str(entry.page_tokens), str(entry.epoch))
+        pages, limit = ("" if number < 0 else f"{number:,}" for number in (entry.num_pages, entry.limit_pages))
+        made.add_row(
+            entry.fingerprint.hex()[:16], entry.model, str(entry.page_tokens), str(entry.epoch), pages, limit
+        )
     return made
 
 

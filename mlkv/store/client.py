@@ -6,7 +6,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, overload
@@ -102,6 +102,7 @@ class StoreClient:
         remote: RemoteConfig | None = None,
         admission: Admission = "write",
         policy: PolicyName = DEFAULT_POLICY,
+        quotas: Mapping[str, int] | None = None,
     ) -> StoreClient:
         """Join the store of this host, starting its owner if there is none.
 
@@ -112,7 +113,7 @@ class StoreClient:
             group: token of the replica, equal on all of its ranks and on no others.
             rank: group rank, for messages.
             deadline_s: for all of it.
-            linger_s, log_file, disk, remote, admission, policy: for an owner that has to be started, see
+            linger_s, log_file, disk, remote, admission, policy, quotas: for an owner that has to be started, see
                 OwnerSettings and StoreConfig.
 
         Raises ConfigError for settings that cannot be, StoreError when the owner refuses or does not start,
@@ -131,6 +132,7 @@ class StoreClient:
             remote=remote,
             admission=admission,
             policy=policy,
+            quotas=dict(quotas or {}),
         )
         hello = wire.Hello(wire.PROTOCOL, page_bytes, group, rank)
         give_up_at = time.monotonic() + deadline_s

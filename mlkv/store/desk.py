@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
+
 from mlkv.errors import StoreError
 from mlkv.store import wire, wire_tools
 from mlkv.store.chains import split_keys
-from mlkv.store.epochs import Epochs
+from mlkv.store.epochs import Epochs, Namespace
 from mlkv.store.grants import Reservation
 from mlkv.store.index import Index
 from mlkv.store.pins import Pins
 from mlkv.store.pool import HostPool
+from mlkv.store.quotas import Quotas
 from mlkv.store.tiers.calls import Answer
 from mlkv.store.tiers.runner import TierRunner
 from mlkv.store.wire_tools import MAX_FETCHED_PAGES, MAX_LISTED_PAGES, NamespaceEntry
@@ -41,6 +44,7 @@ class Desk:
         runners: Sequence[TierRunner],
         pins: Pins,
         epochs: Epochs,
+        quotas: Quotas | None,
         take: Callable[[int], Reservation],
     ) -> None:
         self._index = index
@@ -49,17 +53,13 @@ class Desk:
         self._runners = {runner.name: runner for runner in runners}
         self._pins = pins
         self._epochs = epochs
+        self._quotas = quotas
 
     def handle(self, request: wire.ToolRequest) -> wire.Reply:
         """Answer at once. Raises StoreError, with nothing changed, to refuse."""
         match request:
             case wire_tools.Namespaces():
-                return wire_tools.NamespaceList(
-                    [
-                        NamespaceEntry(known.fingerprint, known.model, known.page_tokens, known.epoch)
-                        for known in self._epochs.all()
-                    ]
-                )
+                return wire_tools.NamespaceList([self._describe(known) for known in self._epochs.all()])
             case wire_tools.ListPages():
                 return self._list_pages(request)
             case wire_tools.Pin():
@@ -127,6 +127,13 @@ class Desk:
     @property
     def max_fetched_pages(self) -> int:
         return max(1, min(MAX_FETCHED_PAGES, self._index.num_pages // _POOL_SHARE))
+
+    def _describe(self, namespace: Namespace) -> NamespaceEntry:
+        entry = NamespaceEntry(namespace.fingerprint, namespace.model, namespace.page_tokens, namespace.epoch)
+        if self._quotas is None:
+            return entry
+        share = self._quotas.share_of(namespace)
+        return msgspec.structs.replace(entry, num_pages=share.num_pages, limit_pages=share.limit_pages)
 
     def _give_back(self, reserved: Reservation) -> None:
         if reserved.id:

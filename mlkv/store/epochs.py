@@ -93,6 +93,10 @@ class Epochs:
         """In the order in which they were opened."""
         return list(self._by_fingerprint.values())
 
+    def known(self, fingerprint: bytes) -> Namespace | None:
+        """The namespace with this fingerprint, if somebody has opened it."""
+        return self._by_fingerprint.get(fingerprint)
+
     def find(self, fingerprint: bytes) -> Namespace:
         """Raises StoreError for a namespace that nobody has opened."""
         namespace = self._by_fingerprint.get(fingerprint)

@@ -36,17 +36,16 @@ from numpy.typing import NDArray
 
 from mlkv.errors import ConfigError, StoreError
 from mlkv.store.audit import find_problems
-from mlkv.store.grants import Committed, Counts, EvictedPages, Lease, Quarantined, Reservation
+from mlkv.store.grants import Committed, Counts, Evicted, EvictedPages, Lease, Quarantined, Reservation
 from mlkv.store.key_table import KEY_BYTES, Keys, KeyTable
 from mlkv.store.page_stack import PageStack
-from mlkv.store.policy import MAX_CHILDREN, Policy
+from mlkv.store.policy import MAX_CHILDREN, Chooser, Policy, Share
 from mlkv.store.states import FREE, QUARANTINED, READY, RESERVED, STATE_NAMES
 from mlkv.store.tree import Pages, PageTree
 
 __all__ = ["KEY_BYTES", "Index", "IndexBroken"]
 
 _NO_PAGES: Final[Pages] = np.empty(0, np.int32)
-_NONE: Final = -1
 _NO_GENERATIONS: Final[NDArray[np.uint64]] = np.empty(0, np.uint64)
 
 _FIRST_LOOK: Final = 64
@@ -71,8 +70,13 @@ class Index:
     commit and quarantine, and that of the policy for reserve; nothing scans the pool, except `clear` and `check`.
     """
 
-    def __init__(self, num_pages: int, policy: Policy, first_generation: int = 1) -> None:
-        """`first_generation`: that of the first page written; each write after it gets the next one."""
+    def __init__(
+        self, num_pages: int, policy: Policy, first_generation: int = 1, free: PageStack | None = None
+    ) -> None:
+        """`first_generation`: that of the first page written; each write after it gets the next one.
+
+        `free`: where free pages are kept, all of the pool; default: a PageStack.
+        """
         if not 1 <= num_pages < 2**31:
             raise ConfigError(f"a store has between 1 and 2**31 - 1 pages, not {num_pages}")
         self.num_pages = num_pages
@@ -86,7 +90,7 @@ class Index:
         self._generation = np.zeros(num_pages, np.uint64)
         self._last_generation = first_generation - 1
         self._last_id = 0
-        self._free = PageStack(num_pages)
+        self._free = PageStack(num_pages) if free is None else free
         self._counts = [num_pages, 0, 0, 0]
         self._leases: dict[int, int] = {}  # lease -> its deepest page
         self._reservations: dict[int, _Writing] = {}
@@ -126,12 +130,15 @@ class Index:
         for lease_id in lease_ids:
             self._unpin(self._leases.pop(lease_id))
 
-    def reserve(self, keys: bytes, start: int = 0) -> Reservation:
+    def reserve(self, keys: bytes, start: int = 0, share: Share | None = None) -> Reservation:
         """Reserve pages for the part of the chain that nobody has written or is writing.
 
         `keys` is the chain from its root. Keys before `start` are only looked at: if one of them is missing,
         nothing can be reserved. Present keys form a prefix, so what is missing is one run; it is cut where no
         page can be had. Every new page gets a generation that no page of this index had before.
+
+        `share`: what the writer may take. Where that is less, pages that its share names make room first, and if
+        that is not enough the run is cut.
         """
         num_keys = _count_keys(keys)
         if not 0 <= start <= num_keys:
@@ -148,7 +155,12 @@ class Index:
         # A key that is present elsewhere cannot belong to this chain too: it is malformed from there.
         wanted = wanted[: self._table.count_new(wanted)]
         self._pin(tail)  # making room must not evict the prefix that is being continued
-        evicted = self._evict(len(wanted) - len(self._free))
+        own = () if share is None else self.evict(len(wanted) - share.room, share)
+        if share is not None:
+            wanted = wanted[: max(0, share.room)]
+        evicted = self.evict(len(wanted) - len(self._free))
+        if own:
+            evicted = [*own, *evicted]
         pages = self._free.take(min(len(wanted), len(self._free)))
         if len(pages):
             self._begin(pages, wanted[: len(pages)], tail)
@@ -285,8 +297,8 @@ class Index:
 
     def find(self, key: bytes) -> int | None:
         """The READY page with this key."""
-        page = self._table.find(key) if len(key) == KEY_BYTES else _NONE
-        return page if page != _NONE and self._state[page] == READY else None
+        page = self._table.find(key) if len(key) == KEY_BYTES else -1
+        return page if page >= 0 and self._state[page] == READY else None
 
     def entries(self, start: int, limit: int) -> tuple[Pages, bytes, NDArray[np.uint64], NDArray[np.uint8]]:
         """The first `limit` pages with a key, from page `start` on, their keys, generations and states."""
@@ -340,15 +352,19 @@ class Index:
         other = self._states[pages] != READY
         return int(other.argmax()) if other.any() else len(pages)
 
-    def _evict(self, number: int) -> EvictedPages | tuple[()]:
-        """Make at least `number` pages FREE, or as many as can be; at once when every page is held."""
+    def evict(self, number: int, chooser: Chooser | None = None) -> Sequence[Evicted]:
+        """Make at least `number` pages FREE, or as many as can be; at once when every page is held.
+
+        `chooser`: says which, instead of the policy.
+        """
+        choice = chooser or self._policy
         runs: list[Pages] = []
         while number > 0:
-            leaf = self._policy.victim()
+            leaf = choice.victim()
             if leaf is None:
                 break
             chain = self._leaving(leaf, READY, number)
-            run = chain[: self._policy.count_leaving(chain)]
+            run = chain[: choice.count_leaving(chain)]
             self._settle(self._unlink(run))
             runs.append(run)
             number -= len(run)

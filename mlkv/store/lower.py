@@ -45,6 +45,8 @@ class LowerTiers:
         self._source = np.zeros(index.num_pages, np.uint8)  # 1 + the tier that a page is from, until it is matched
         self._num_hits = np.zeros(len(self._runners) + 1, np.int64)
         self._num_promoted = [0] * len(self._runners)
+        self.on_promoted: Callable[[NDArray[np.int32]], None] = lambda _pages: None
+        """Told of pages of one chain that a tier has brought, once they can be matched."""
         self.pages_evicted = 0
         """From the host pool, to make room for pages of lower tiers."""
 
@@ -132,6 +134,7 @@ class LowerTiers:
         self._num_promoted[tier] += len(pages)
         self._source[pages] = tier + 1
         self._writeback.on_published(pages, tier)
+        self.on_promoted(pages)
 
     def _on_matched(self, pages: NDArray[np.int32]) -> bytes:
         """Pages are handed out. Returns where each of them is from."""

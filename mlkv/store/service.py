@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mlkv.errors import StoreError
+from mlkv.page import peek_header
 from mlkv.store import wire, wire_tools
 from mlkv.store.desk import Desk
 from mlkv.store.epochs import Epochs, Namespace
@@ -18,6 +20,7 @@ from mlkv.store.index import KEY_BYTES, Index, IndexBroken
 from mlkv.store.lower import LowerTiers
 from mlkv.store.pins import Pins
 from mlkv.store.pool import HostPool
+from mlkv.store.quotas import Quotas
 from mlkv.store.sweep import Sweeper
 
 Answering: TypeAlias = Callable[[wire.Reply], None]
@@ -56,16 +59,27 @@ class StoreService:
     Args:
         lower: the tiers below the host pool, if there are any.
         pool: where the pages of `index` lie; without it their memory is not looked at here.
+        quotas: those whose policy and free pages `index` has.
     """
 
-    def __init__(self, index: Index, lower: LowerTiers | None = None, pool: HostPool | None = None) -> None:
+    def __init__(
+        self,
+        index: Index,
+        lower: LowerTiers | None = None,
+        pool: HostPool | None = None,
+        quotas: Quotas | None = None,
+    ) -> None:
         self._index = index
         self._lower = lower
+        self._pool = pool
+        self._quotas = quotas
+        if lower is not None and quotas is not None:
+            lower.on_promoted = self._on_promoted
         runners = [] if lower is None else lower.runners
         self._sweeper = None if pool is None else Sweeper(index, pool)
         self._pins = Pins(index)
         self._epochs = Epochs(runners, self._on_raised)
-        self._desk = Desk(index, pool, runners, self._pins, self._epochs, self._take_hidden)
+        self._desk = Desk(index, pool, runners, self._pins, self._epochs, self._quotas, self._take_hidden)
         self._groups: dict[bytes, _Group] = {}
         self._totals = _Totals()
 
@@ -222,7 +236,7 @@ class StoreService:
         _check_holds(len(group.reservations), "reservations")
         if group.namespace is not None and request.epoch != group.namespace.epoch:
             return wire_tools.Stale(group.namespace.epoch)
-        reservation = self._take(request.keys, request.start)
+        reservation = self._take(request.keys, request.start, group.namespace)
         if reservation.id:
             group.reservations.add(reservation.id)
         return wire.Reserved(
@@ -233,8 +247,12 @@ class StoreService:
             wire.generation_bytes_of(reservation.generations),
         )
 
-    def _take(self, keys: bytes, start: int) -> Reservation:
-        reservation = self._index.reserve(keys, start)
+    def _take(self, keys: bytes, start: int, namespace: Namespace | None = None) -> Reservation:
+        if self._quotas is None or namespace is None:
+            reservation = self._index.reserve(keys, start)
+        else:
+            reservation = self._index.reserve(keys, start, self._quotas.share_of(namespace))
+            self._quotas.assign(reservation.pages, namespace)
         self._totals.pages_evicted += len(reservation.evicted)
         if reservation.id and self._lower is not None:
             self._lower.on_reserved(reservation)
@@ -242,7 +260,7 @@ class StoreService:
 
     def _take_hidden(self, num_pages: int) -> Reservation:
         """Pages under keys that nobody can know, and that are forgotten at once."""
-        reservation = self._take(os.urandom(KEY_BYTES * num_pages), 0)
+        reservation = self._take(os.urandom(KEY_BYTES * num_pages), start=0)
         if reservation.id:
             self._index.disown(reservation.id)
         return reservation
@@ -302,6 +320,17 @@ class StoreService:
                     self._index.disown(reservation)
         if self._sweeper is not None:
             self._sweeper.sweep(namespace.fingerprint)
+
+    def _on_promoted(self, pages: NDArray[np.int32]) -> None:
+        """Count pages of one chain, which a tier has brought, for the namespace that their headers name."""
+        assert self._quotas is not None
+        assert self._pool is not None
+        header = peek_header(np.frombuffer(self._pool.page(int(pages[0])), np.uint8))
+        namespace = None if header is None else self._epochs.known(header.identity.fingerprint)
+        if namespace is not None:
+            self._quotas.assign(pages, namespace)
+            share = self._quotas.share_of(namespace)
+            self._totals.pages_evicted += len(self._index.evict(-share.room, share))
 
     def _lend(self, group_name: bytes, reservation: int) -> bool:
         """Give a reservation to a group; False if the group is gone."""

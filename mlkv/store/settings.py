@@ -30,6 +30,8 @@ class OwnerSettings(Section):
     remote: RemoteConfig | None = None
     admission: Admission = "write"
     policy: PolicyName = DEFAULT_POLICY
+    quotas: dict[str, int] = Field(default={})
+    """Bytes by model, see StoreConfig."""
 
     def to_fd(self) -> int:
         """A descriptor from which an heir of it reads these settings.

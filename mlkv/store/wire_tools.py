@@ -63,12 +63,19 @@ class Namespaces(Message, frozen=True):
 
 
 class NamespaceEntry(msgspec.Struct, frozen=True):
-    """A namespace that a client has opened since this owner runs."""
+    """A namespace that a client has opened since this owner runs.
+
+    Attributes:
+        num_pages: of the host pool that it has taken; -1 where nobody counts, because there are no quotas.
+        limit_pages: its quota.
+    """
 
     fingerprint: bytes
     model: str
     page_tokens: int
     epoch: int
+    num_pages: int = -1
+    limit_pages: int = -1
 
 
 class NamespaceList(Message, frozen=True):

@@ -205,6 +205,7 @@ def test_stats_and_ls_tell_what_is_there(host: Host, ask: Callable[..., Any]) ->
             "page_tokens": PAGE_TOKENS,
             "epoch": 0,
             "pages": 4,
+            "limit": None,
         }
     ]
     pages = ask("ls", "--pages")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias
 
-from mlkv.store.policy.base import MAX_CHILDREN, Policy
+from mlkv.store.policy.base import MAX_CHILDREN, Chooser, Policy, Share
 from mlkv.store.policy.hit_density import HitDensity
 from mlkv.store.policy.lru import LRU
 from mlkv.store.policy.sieve import Sieve
@@ -20,4 +20,15 @@ POLICIES: Final[dict[PolicyName, type[HitDensity] | type[LRU] | type[Sieve]]] = 
 
 DEFAULT_POLICY: Final[PolicyName] = "hit-density"
 
-__all__ = ["DEFAULT_POLICY", "LRU", "MAX_CHILDREN", "POLICIES", "HitDensity", "Policy", "PolicyName", "Sieve"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "LRU",
+    "MAX_CHILDREN",
+    "POLICIES",
+    "Chooser",
+    "HitDensity",
+    "Policy",
+    "PolicyName",
+    "Share",
+    "Sieve",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,22 @@ Pages = NDArray[np.int32]
 MAX_CHILDREN: Final = 8
 """Of the pages below a matched one a policy is told these many, which bounds the time of a match. A page with so
 many continuations at once is a common beginning, such as a system prompt, rather than a chain that goes on."""
+
+
+class Chooser(Protocol):
+    """Says which page leaves; see `Policy` for both methods."""
+
+    def victim(self) -> int | None: ...
+
+    def count_leaving(self, run: Pages) -> int: ...
+
+
+class Share(Chooser, Protocol):
+    """What a writer may take of the pool, and which pages make room for it."""
+
+    @property
+    def room(self) -> int:
+        """Pages that it may take now; follows what becomes free."""
 
 
 class Policy(ABC):
