@@ -75,15 +75,19 @@ class Watch:
     def explain(self, error: BaseException) -> BaseException:
         """What to report instead of an error that another rank's loss may have caused: who it was, or `error`.
 
-        A collective that timed out does not tell whom it waited for. Every rank that comes here says so, and one
-        that does not, while nobody has ended, is the one that is stuck.
+        A collective that timed out does not tell whom it waited for. Every rank that comes here with such an error
+        says so, and one that does not, while nobody has ended, is the one that is stuck.
         """
         if not isinstance(error, (RuntimeError, TimeoutError)):
             return error
-        self._path("stuck", self._rank).touch()
+        timed_out = _has_timed_out(error)
+        if timed_out:
+            self._path("stuck", self._rank).touch()
         self._found.wait(PATIENCE_S)
         if self._gone is not None:
             return self._gone
+        if not timed_out:  # a rank's own, such as no memory left
+            return error
         for waited_for in (self._peers, self._others):
             for rank in waited_for:
                 if not self._has(rank, "stuck", "error", "rank"):
@@ -160,3 +164,8 @@ class Watch:
 
     def _path(self, kind: str, rank: int) -> Path:
         return self._folder / f"{kind}{rank}.json"
+
+
+def _has_timed_out(error: BaseException) -> bool:
+    # Gloo has no type for it ("Timed out waiting 8000ms for recv operation"), nor has the store of torch.distributed.
+    return isinstance(error, TimeoutError) or "timed out" in str(error).lower()

@@ -18,6 +18,7 @@ from mlkv.engine.watch import RankGone, Watch
 from mlkv.errors import RankLost
 
 BROKEN = RuntimeError("Connection closed by peer")
+TIMED_OUT = RuntimeError("Timed out waiting 8000ms for recv operation to complete")  # as Gloo says it
 
 
 class Rank:
@@ -123,7 +124,7 @@ def test_a_stuck_rank_is_looked_for_in_the_replica_first(
     tmp_path: Path, others: list[Rank], start: Callable[..., Watch], reported: int, named: int
 ) -> None:
     (tmp_path / f"stuck{reported}.json").touch()
-    gone = start(tp=2).explain(BROKEN)
+    gone = start(tp=2).explain(TIMED_OUT)
     assert isinstance(gone, RankGone)
     assert gone.rank == named
 
@@ -131,9 +132,16 @@ def test_a_stuck_rank_is_looked_for_in_the_replica_first(
 def test_a_rank_of_another_replica_that_only_computes_is_not_taken_for_the_stuck_one(
     others: list[Rank], start: Callable[..., Watch]
 ) -> None:
-    gone = start(tp=2).explain(BROKEN)
+    gone = start(tp=2).explain(TIMED_OUT)
     assert isinstance(gone, RankGone)
     assert gone.rank == 1
+
+
+def test_a_failure_of_this_rank_alone_is_not_blamed_on_ranks_that_wait_for_it(
+    others: list[Rank], start: Callable[..., Watch]
+) -> None:
+    own = RuntimeError("CUDA out of memory")
+    assert start().explain(own) is own
 
 
 def test_errors_that_no_other_rank_can_cause_are_left_as_they_are(
