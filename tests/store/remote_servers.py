@@ -185,8 +185,9 @@ class S3Server(ServerProcess):
 
     def kill(self) -> None:
         super().kill()
-        for part in ("master", "volume", "filer"):
-            Path(f"/tmp/seaweedfs-{part}-grpc-{self._ports[f'{part}.port.grpc']}.sock").unlink(missing_ok=True)
+        for port in self._ports.values():  # of each it makes a Unix socket as well, in a place of its own choice
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                left.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Remove everything that it keeps; only while it does not run."""

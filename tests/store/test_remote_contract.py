@@ -30,7 +30,7 @@ def pool() -> Pool:
 
 @pytest.fixture(scope="module")
 def one_tier(engine: Engine, pool: Pool) -> Iterator[Tier]:
-    tier = engine.tier()
+    tier = engine.tier(deadline_s=60.0)  # what it does counts here, not how fast
     tier.connect(pool.memory)
     yield tier
     tier.close()
