@@ -9,6 +9,7 @@ processes. How they found the job's end is told in files (see plan.py), as every
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 import time
@@ -167,5 +168,6 @@ class Watch:
 
 
 def _has_timed_out(error: BaseException) -> bool:
-    # Gloo has no type for it ("Timed out waiting 8000ms for recv operation"), nor has the store of torch.distributed.
-    return isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+    # There is no type for it: "Timed out waiting 8000ms for recv operation" (Gloo), "wait timeout after 8000ms" (the
+    # store of torch.distributed), both RuntimeError.
+    return isinstance(error, TimeoutError) or re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
