@@ -168,6 +168,6 @@ class Watch:
 
 
 def _has_timed_out(error: BaseException) -> bool:
-    # There is no type for it: "Timed out waiting 8000ms for recv operation" (Gloo), "wait timeout after 8000ms" (the
-    # store of torch.distributed), both RuntimeError.
+    # There is no type for it: "Timed out waiting 8000ms for recv operation" (Gloo), "wait timeout after 8000ms"
+    # (the store of torch.distributed), both RuntimeError.
     return isinstance(error, TimeoutError) or re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
