@@ -142,13 +142,29 @@ def test_batches_that_end_out_of_order_are_published_in_order(new_store: NewStor
     tier = LatchTier(concurrency=3, batch_pages=2)
     store = new_store(32, tier)
     tier.put("abcdef")
-    with tier.held("read") as let_first_go:
+    with tier.held("read", 1):
         answers = store.match_later("abcdef")
-        store.until(lambda: len(tier.in_call) == 3, "three batches are read")
-        last = tier._latches["read"]
-        let_first_go()
-    assert last.is_set()
+        store.until(lambda: tier.num_calls.get("read") == 3 and len(tier.in_call) == 1, "later batches have ended")
+        store.lower.poll()
+        assert answers == []
+        assert store.report().ready == 0, "published before what it continues"
     store.until(lambda: bool(answers), "the lookup was answered")
+    assert store.take(answers[0], "abcdef") == "abcdef"
+    store.check_conservation()
+
+
+def test_batches_that_came_before_the_first_one_failed_are_not_kept(new_store: NewStore):
+    near, far = LatchTier(concurrency=3, batch_pages=2), LatchTier()
+    store = new_store(32, near, far)
+    near.put("abcdef", generation=100)
+    far.put("abcdef", generation=200)
+    near.fail("read", OSError("broken"), 1)
+    with near.held("read", 1):
+        answers = store.match_later("abcdef")
+        store.until(lambda: near.num_calls.get("read") == 3 and len(near.in_call) == 1, "later batches have ended")
+        store.lower.poll()
+    store.until(lambda: bool(answers), "the lookup was answered")
+    assert [generation // 100 for generation in answers[0].page_generations.tolist()] == [2] * 6
     assert store.take(answers[0], "abcdef") == "abcdef"
     store.check_conservation()
 

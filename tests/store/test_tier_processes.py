@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -18,6 +19,11 @@ from tier_cases import PAGE_BYTES, make_page
 from mlkv.errors import ConfigError, StoreError
 from mlkv.page import verify_own_header
 from mlkv.store import StoreClient, wire
+from mlkv.store.pool import HostPool, create_pool_file
+from mlkv.store.settings import OwnerSettings
+from mlkv.store.tiers.disk import DiskTier
+from mlkv.store.tiers.disk_folder import FolderInUse
+from mlkv.store.tiers.open import open_tiers
 from mlkv.store_config import DiskConfig, RemoteConfig
 
 NewClient = Callable[..., StoreClient]
@@ -123,26 +129,43 @@ def test_disk_that_cannot_be_is_told_at_the_start(new_owner: NewClient, tmp_path
             new_owner(disk=DiskConfig(directory=tmp_path / "kv", limit_bytes=4095))
 
 
-def test_second_owner_on_a_folder_waits_for_the_first_to_end(
-    new_owner: NewClient, tmp_path: Path, socket_path: Path
+def test_start_waits_for_a_folder_whose_owner_is_about_to_end(
+    tmp_path: Path, socket_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    disk = DiskConfig(directory=tmp_path, limit_bytes=16 << 20)
-    first = new_owner(disk=disk)
-    store(first, "abc")
-    closing = threading.Timer(0.5, first.close)
-    closing.start()
-    second = StoreClient.connect(
-        socket_path.with_name("other.sock"),
+    pool_fd = create_pool_file(NUM_PAGES, PAGE_BYTES)
+    pool = HostPool(pool_fd, NUM_PAGES, PAGE_BYTES)
+    os.close(pool_fd)
+    first = DiskTier(tmp_path, PAGE_BYTES, 16 << 20)
+    first.connect(pool.buffer)
+    was_refused = threading.Event()
+    connect = DiskTier.connect
+
+    def connect_and_tell(tier: DiskTier, buffer: memoryview) -> None:
+        try:
+            connect(tier, buffer)
+        except FolderInUse:
+            was_refused.set()
+            raise
+
+    monkeypatch.setattr(DiskTier, "connect", connect_and_tell)
+
+    def end_first() -> None:
+        assert was_refused.wait(10.0)
+        first.close()
+
+    ending = threading.Thread(target=end_first)
+    ending.start()
+    settings = OwnerSettings(
+        socket_path=socket_path,
         host_bytes=NUM_PAGES * PAGE_BYTES,
         page_bytes=PAGE_BYTES,
-        group=b"other",
-        rank=0,
-        deadline_s=20.0,
-        disk=disk,
+        disk=DiskConfig(directory=tmp_path, limit_bytes=16 << 20),
     )
-    with second:
-        closing.join()
-        assert find(second, "abc") == "abc"
+    (runner,) = open_tiers(settings, pool)
+    ending.join()
+    assert was_refused.is_set()
+    assert runner.is_usable
+    assert runner.close(10.0)
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "redis://nobody.invalid:6379"])
@@ -209,6 +232,31 @@ def test_server_that_stops_answering_is_left_alone_and_is_used_again_when_it_goe
         assert find(client, "xyz") == "xyz"
         report = client.call(wire.Stats(audit=True), 20.0)
         assert (report.problem, report.reserved, report.leases, report.tiers[0].pages_hit) == ("", 0, 0, 3)
+    finally:
+        server.resume()
+        server.kill()
+
+
+@pytest.mark.skipif(bool(RedisServer.missing()), reason=RedisServer.missing())
+def test_owner_that_ends_writes_what_still_waits(new_owner: NewClient, tmp_path: Path):
+    server = RedisServer(tmp_path / "redis")
+    server.start()
+    try:
+        remote = RemoteConfig(url=server.url)
+        client = new_owner(remote=remote)
+        pid = client.owner_pid
+        eventually(lambda: client.call(wire.Stats(), 20.0).tiers[0].connected, "the owner is connected")
+        server.hold()
+        prompts = [chr(0x4E00 + number) for number in range(NUM_PAGES // 8)]
+        for prompt in prompts:
+            store(client, prompt)
+        assert client.call(wire.Stats(), 20.0).tiers[0].queued_pages > 0
+        client.close()
+        server.resume()
+        eventually(lambda: not is_running(pid), "the owner has ended")
+        client = new_owner(remote=remote)
+        eventually(lambda: client.call(wire.Stats(), 20.0).tiers[0].connected, "the next owner is connected")
+        assert [find(client, prompt) for prompt in prompts] == prompts
     finally:
         server.resume()
         server.kill()

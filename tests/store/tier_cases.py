@@ -67,7 +67,7 @@ class LatchTier(Tier):
         self.num_calls: dict[str, int] = {}
         self.in_call: list[tuple[str, tuple[bytes, ...]]] = []
         self.is_closed = False
-        self._latches: dict[str, threading.Event] = {}
+        self._latches: dict[tuple[str, int], threading.Event] = {}
         self._lock = threading.Lock()
 
     # What a test does
@@ -78,14 +78,17 @@ class LatchTier(Tier):
             self.pages[key(text[:end])] = make_page(text[:end], generation + end)
 
     @contextmanager
-    def held(self, kind: str) -> Iterator[Callable[[], None]]:
-        """Calls of this kind that begin inside return at its end, or when what is yielded is called."""
-        latch = self._latches[kind] = threading.Event()
+    def held(self, kind: str, number: int = 0) -> Iterator[Callable[[], None]]:
+        """Calls of this kind that begin inside return at its end, or when what is yielded is called.
+
+        `number`: only the call of that number, from 1 on.
+        """
+        latch = self._latches[kind, number] = threading.Event()
         try:
             yield latch.set
         finally:
             latch.set()
-            self._latches.pop(kind, None)
+            del self._latches[kind, number]
 
     def fail(self, kind: str, what: BaseException | str, number: int = 0) -> None:
         self.faults.setdefault(kind, {})[number] = what
@@ -102,7 +105,7 @@ class LatchTier(Tier):
             number = self.num_calls[kind] = self.num_calls.get(kind, 0) + 1
             entry = (kind, tuple(keys))
             self.in_call.append(entry)
-            latch = self._latches.get(kind)
+            latch = self._latches.get((kind, number)) or self._latches.get((kind, 0))
         try:
             if latch is not None:
                 assert latch.wait(2 * DEADLINE_S)
