@@ -223,15 +223,16 @@ def test_the_client_does_not_outlive_a_killed_owner(engine: MooncakeEngine, mast
         import mmap, os, sys
         from mlkv.store.tiers.mooncake import MooncakeTier
         fd = os.memfd_create("pool"); os.ftruncate(fd, 1 << 20)
-        tier = MooncakeTier.from_url(sys.argv[1], 1 << 16, segment_bytes=0, deadline_s=3.0)
+        tier = MooncakeTier.from_url(sys.argv[1], 1 << 16, segment_bytes=0, deadline_s=float(sys.argv[2]))
         tier.connect(memoryview(mmap.mmap(fd, 1 << 20)))
         print("connected", flush=True)
         input()
     """
     with silent_server() as silent:
-        port = engine.server.port if master == "up" else silent.port
+        # While the client joins a store, it is its own deadline that ends it.
+        port, deadline_s = (engine.server.port, "30") if master == "up" else (silent.port, "3")
         owner = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), f"mooncake://127.0.0.1:{port}"],
+            [sys.executable, "-c", textwrap.dedent(script), f"mooncake://127.0.0.1:{port}", deadline_s],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
