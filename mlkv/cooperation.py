@@ -66,7 +66,8 @@ class Partnership:
         alone_s, together_s = 0.0, 0.0
         if self._all(able) and cooperation is not None:
             try:
-                alone_s, together_s = cooperation.measure(self.deadline_s)
+                # Half, so that who fails at once does not wait in vain for who waits for it.
+                alone_s, together_s = cooperation.measure(self.deadline_s / 2)
             except (MLKVError, RuntimeError) as error:
                 log.warning("rank %d: cooperative loads cannot be measured: %s", self._replica.rank, error)
                 able = False
