@@ -12,7 +12,7 @@ from mlkv.version import __version__
 
 if TYPE_CHECKING:
     from mlkv.cache import MultiLevelCache
-    from mlkv.config import AgreeConfig, MLKVConfig, MoveConfig, StoreConfig
+    from mlkv.config import AgreeConfig, MetricsConfig, MLKVConfig, MoveConfig, StoreConfig
     from mlkv.dist import Place, Replica, init_process_group
     from mlkv.errors import (
         AgreementError,
@@ -50,6 +50,7 @@ _MODULE_OF = {
     "MLKVConfig": "mlkv.config",
     "MLKVError": "mlkv.errors",
     "MasterFailed": "mlkv.errors",
+    "MetricsConfig": "mlkv.config",
     "MoveConfig": "mlkv.config",
     "Mover": "mlkv.mover",
     "MultiLevelCache": "mlkv.cache",
@@ -101,6 +102,7 @@ __all__ = [
     "MLKVConfig",
     "MLKVError",
     "MasterFailed",
+    "MetricsConfig",
     "MoveConfig",
     "Mover",
     "MultiLevelCache",

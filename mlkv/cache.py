@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -36,6 +37,7 @@ from mlkv.layout import KVLayout, KVPool, RankSlice
 from mlkv.lifecycle import Lifecycle
 from mlkv.mover import Mover
 from mlkv.planner import Planner
+from mlkv.rank_metrics import Watch
 from mlkv.remote import RemoteMover, connect_member
 from mlkv.store import Report, Stats, StoreClient
 from mlkv.tasks import CacheStats, StepResult
@@ -172,6 +174,9 @@ class MultiLevelCache:
             max_tasks=config.move.max_tasks,
             epoch=self._namespace.epoch,
         )
+        rank = replica.global_ranks[replica.rank]
+        self._watch = Watch(config.metrics, rank, self._lifecycle.stats)
+        self._lifecycle.observer = self._watch.observer
         self._digest = b""
         self._closed = False
 
@@ -268,9 +273,14 @@ class MultiLevelCache:
             if done.num_good is not None:
                 log.warning("rank %d: %s: %s", self._replica.rank, done, done.reason)
             self._agreement.member.finish(mark, done.number, done.num_good)
+        observer = self._lifecycle.observer
+        began_s = time.monotonic() if observer is not None else 0.0
         agreed = self._agreement.step(self._lifecycle.collect_facts)
+        agreed_s = time.monotonic() if observer is not None else 0.0
         result = self._lifecycle.apply(agreed)
         self._lifecycle.stats.steps += 1
+        if observer is not None:
+            observer.stepped(self._lifecycle.stats.steps, began_s, agreed_s, time.monotonic())
         if result:
             told = msgspec.msgpack.encode((self._lifecycle.stats.steps, result))
             self._digest = blake2b(self._digest + told, digest_size=16).digest()
@@ -353,6 +363,7 @@ class MultiLevelCache:
         finally:
             self._agreement.close()
             self._client.close()
+            self._watch.close()
 
     def _check_slots(self, request_id: str, slots: torch.Tensor, num_tokens: int, lowest: int) -> None:
         if slots.dtype != torch.int64 or slots.dim() != 1 or len(slots) != num_tokens:

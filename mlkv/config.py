@@ -16,15 +16,16 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from mlkv.errors import ConfigError
 from mlkv.faults import FaultPlan
+from mlkv.metrics_config import MetricsConfig
 from mlkv.section import Section
 from mlkv.store_config import DiskConfig, RemoteConfig, StoreConfig
 
-__all__ = ["AgreeConfig", "DiskConfig", "MLKVConfig", "MoveConfig", "RemoteConfig", "StoreConfig"]
+__all__ = ["AgreeConfig", "DiskConfig", "MLKVConfig", "MetricsConfig", "MoveConfig", "RemoteConfig", "StoreConfig"]
 
 _ENV_PREFIX = "MLKV_"
-_ENV_OF_OTHERS = frozenset({"MLKV_HOME", "MLKV_TRANSFER"})
-"""Names with our prefix that are not settings: the folder in which launch.sh keeps environment and models, and a
-switch for one run that overrides `move.transfer`."""
+_ENV_OF_OTHERS = frozenset({"MLKV_HOME", "MLKV_TRACE", "MLKV_TRANSFER"})
+"""Names with our prefix that are not settings: the folder in which launch.sh keeps environment and models,
+the file of a trace, and a switch for one run that overrides `move.transfer`."""
 
 
 class AgreeConfig(Section):
@@ -87,6 +88,7 @@ class MLKVConfig(BaseSettings):
     store: StoreConfig = StoreConfig()
     agree: AgreeConfig = AgreeConfig()
     move: MoveConfig = MoveConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     def __init__(self, **values: Any) -> None:
         _refuse_unknown_environment()

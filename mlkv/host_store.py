@@ -67,6 +67,7 @@ def connect(config: MLKVConfig, layout: KVLayout, replica: Replica) -> StoreClie
             admission=config.store.admission,
             policy=config.store.policy,
             quotas=config.store.quotas,
+            metrics=config.metrics,
         )
     except MLKVError as problem:
         error = problem

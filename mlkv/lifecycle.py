@@ -19,6 +19,7 @@ from mlkv.facts import EpochFact, Fact, HitFact, ReserveFact, StoredFact
 from mlkv.kernels import PageBatch
 from mlkv.keys import KEY_BYTES
 from mlkv.layout import KVLayout, RankSlice
+from mlkv.observe import Observer, TaskKind
 from mlkv.planner import EpochAnswer, HitAnswer, Planner, ReserveAnswer
 from mlkv.tasks import CacheStats, Failure, Hit, LoadStatus, LoadTask, OffloadStatus, OffloadTask, StepResult
 
@@ -76,6 +77,7 @@ class Lifecycle:
         self._early: list[Fact] = []  # known on every rank without asking; applied in the next step
         self._early_released: list[str] = []
         self.stats = CacheStats()
+        self.observer: Observer | None = None
 
     @property
     def pending(self) -> int:
@@ -93,6 +95,8 @@ class Lifecycle:
         self._loads[request_id] = task
         self._by_call[call] = task
         self.stats.lookups += 1
+        if self.observer is not None:
+            self.observer.began("lookup", call, request_id)
         gain = len(keys) // KEY_BYTES * self._layout.page_tokens - device_tokens
         if gain < self._min_load_tokens or len(self._by_call) > self._max_tasks:
             self._early.append(HitFact(call, 0, b"", b""))
@@ -112,6 +116,8 @@ class Lifecycle:
         identity = f"{task.call}/".encode() + task.indices.tobytes() + task.generations.tobytes()
         number = self._member.record(Stream.LOADS, identity, request_id)
         task.status = LoadStatus.LOADING
+        if self.observer is not None:
+            self.observer.began("load", task.call, request_id)
         self._loading[number] = task
         keys = task.keys[task.first_page * KEY_BYTES : task.num_pages * KEY_BYTES]
         # The parents are only for writing a page's identity, which a load does not do.
@@ -135,6 +141,8 @@ class Lifecycle:
         task = OffloadTask(request_id, call, keys, root, slots)
         self._offloads[request_id] = task
         self._by_call[call] = task
+        if self.observer is not None:
+            self.observer.began("offload", call, request_id)
         if not keys or len(self._by_call) > self._max_tasks:
             reason = f"more than {self._max_tasks} tasks are in flight" if keys else ""
             self._early += [ReserveFact(call, 0, b"", b""), StoredFact(call, 0, reason)]
@@ -187,7 +195,19 @@ class Lifecycle:
         identity = repr((name, request_id, details)).encode()
         return self._member.record(Stream.CALLS, identity, f"{name}({request_id})")
 
+    def _end(self, task: LoadTask | OffloadTask, num_tokens: int, why: str = "") -> None:
+        """Tell the observer that what the task is at is over."""
+        if self.observer is None:
+            return
+        kind: TaskKind = "offload"
+        if isinstance(task, LoadTask):
+            if task.status is LoadStatus.HIT:
+                return  # the lookup is over, and the load has not begun
+            kind = "lookup" if task.status is LoadStatus.ASKED else "load"
+        self.observer.ended(kind, task.call, task.request_id, num_tokens, why)
+
     def _give_up(self, task: LoadTask | OffloadTask) -> None:
+        self._end(task, 0, "given up")
         del self._by_call[task.call]
         self._drop(task.call)
 
@@ -274,8 +294,10 @@ class Lifecycle:
                 self._drop(task.call)
             del self._loads[task.request_id]
             del self._by_call[task.call]
+            self._end(task, 0)
             result.hits[task.request_id] = Hit(0)
             return
+        self._end(task, fact.num_pages * page_tokens)
         task.status = LoadStatus.HIT
         task.num_pages = fact.num_pages
         task.indices = np.frombuffer(fact.indices, np.int32)
@@ -289,6 +311,7 @@ class Lifecycle:
         slots, task.slots = task.slots, None
         if not fact.indices:
             task.status = OffloadStatus.COMMITTING
+            self._tell_released(task)
             result.released.append(task.request_id)
             return
         assert slots is not None
@@ -313,10 +336,12 @@ class Lifecycle:
     def _apply_stored(self, task: OffloadTask, fact: StoredFact, result: StepResult) -> None:
         del self._by_call[task.call]
         if task.aborted:
+            self._end(task, 0, "aborted")
             return
         del self._offloads[task.request_id]
         num_tokens = 0 if task.is_stale else fact.num_pages * self._layout.page_tokens
         reason = task.failure or fact.reason or (_INVALIDATED if task.is_stale else "")
+        self._end(task, num_tokens, reason)
         if reason:
             self.stats.failed_offloads += 1
             result.unstored[task.request_id] = Failure(num_tokens, reason)
@@ -327,32 +352,35 @@ class Lifecycle:
         task = self._loading.pop(number)
         del self._by_call[task.call]
         num_good = len(task.indices) if failure is None else failure.num_good
+        num_used = 0 if task.is_stale else num_good
         if self._planner is not None:
-            for tier, count in self._planner.count_sources(task.call, task.first_page, num_good).items():
+            for tier, count in self._planner.count_sources(task.call, task.first_page, num_used).items():
                 by_tier = self.stats.loaded_pages_by_tier
                 by_tier[tier] = by_tier.get(tier, 0) + count
             self._planner.finish_load(task.call, None if failure is None else task.first_page + num_good)
-        if task.is_stale:
-            num_good = 0
-        self.stats.loaded_pages += num_good
-        self.stats.loaded_bytes += num_good * self._slice.num_heads * self._layout.head_bytes
+        self.stats.loaded_pages += num_used
+        self.stats.loaded_bytes += num_used * self._slice.num_heads * self._layout.head_bytes
         if self._loads.get(task.request_id) is not task:
+            self._end(task, 0, "aborted")
             self._untouch(task.request_id, result)
             return
         del self._loads[task.request_id]
-        num_tokens = (task.first_page + num_good) * self._layout.page_tokens
+        num_tokens = (task.first_page + num_used) * self._layout.page_tokens
         if failure is None and not task.is_stale:
+            self._end(task, num_tokens)
             result.loaded[task.request_id] = num_tokens
         else:
             self.stats.failed_loads += 1
             reason = _INVALIDATED
             if failure is not None and not task.is_stale:
                 reason = f"rank {failure.rank} verified {num_good} of {len(task.indices)} pages"
+            self._end(task, num_tokens, reason)
             result.failed[task.request_id] = Failure(max(num_tokens, task.device_tokens), reason)
 
     def _pop_released(self, number: int, _: TaskFailure | None, result: StepResult) -> None:
         task = self._offloading[number]
         task.status = OffloadStatus.STORING
+        self._tell_released(task)
         if task.aborted:
             self._untouch(task.request_id, result)
         else:
@@ -370,6 +398,10 @@ class Lifecycle:
         self.stats.offloaded_bytes += num_good * self._slice.num_written_heads * self._layout.head_bytes
         if self._planner is not None:
             self._planner.commit(task.call, num_good)
+
+    def _tell_released(self, task: OffloadTask) -> None:
+        if self.observer is not None:
+            self.observer.released(task.call, task.request_id)
 
     def _untouch(self, request_id: str, result: StepResult) -> None:
         """One transfer less touches slots of an aborted request; the last one sets its next life free."""

@@ -209,4 +209,5 @@ def connect_member(config: MLKVConfig, layout: KVLayout, engine: str, rank: int)
         admission=store.admission,
         policy=store.policy,
         quotas=store.quotas,
+        metrics=config.metrics,
     )

@@ -69,6 +69,7 @@ def owner_settings(options: argparse.Namespace, config: MLKVConfig) -> OwnerSett
         admission=store.admission,
         policy=store.policy,
         quotas=dict(store.quotas),
+        metrics=config.metrics,
     )
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import NoReturn, overload
 
 from mlkv.errors import DeadlineExceeded, MLKVError, StoreError, StoreLost
+from mlkv.metrics_config import MetricsConfig
 from mlkv.store import wire
 from mlkv.store.policy import DEFAULT_POLICY, PolicyName
 from mlkv.store.pool import HostPool, pool_pages
@@ -103,6 +104,7 @@ class StoreClient:
         admission: Admission = "write",
         policy: PolicyName = DEFAULT_POLICY,
         quotas: Mapping[str, int] | None = None,
+        metrics: MetricsConfig | None = None,
     ) -> StoreClient:
         """Join the store of this host, starting its owner if there is none.
 
@@ -113,8 +115,8 @@ class StoreClient:
             group: token of the replica, equal on all of its ranks and on no others.
             rank: group rank, for messages.
             deadline_s: for all of it.
-            linger_s, log_file, disk, remote, admission, policy, quotas: for an owner that has to be started, see
-                OwnerSettings and StoreConfig.
+            linger_s, log_file, disk, remote, admission, policy, quotas, metrics: for an owner that has to be
+                started, see OwnerSettings and StoreConfig.
 
         Raises ConfigError for settings that cannot be, StoreError when the owner refuses or does not start,
         DeadlineExceeded when it takes too long.
@@ -133,6 +135,7 @@ class StoreClient:
             admission=admission,
             policy=policy,
             quotas=dict(quotas or {}),
+            metrics=metrics or MetricsConfig(),
         )
         hello = wire.Hello(wire.PROTOCOL, page_bytes, group, rank)
         give_up_at = time.monotonic() + deadline_s

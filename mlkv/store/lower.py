@@ -165,6 +165,9 @@ class LowerTiers:
             failures=dict(counters.failures),
             calls=dict(counters.calls),
             seconds=dict(counters.seconds),
+            latency={
+                kind: wire.Latency(list(found.counts), found.total_s) for kind, found in counters.latency.items()
+            },
             queued_loads=state.queued_loads,
             queued_pages=state.queued_write_pages + self._writeback.num_waiting(number),
             running=state.running,

@@ -7,7 +7,6 @@ Started by the first client (see spawn.py), or by hand so that the cache outlive
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import selectors
@@ -17,13 +16,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 from mlkv.errors import ConfigError, MLKVError, StoreError
 from mlkv.store import wire
+from mlkv.store.arguments import parse_arguments
+from mlkv.store.connection import Client, process_handle
 from mlkv.store.index import Index
 from mlkv.store.lower import LowerTiers
+from mlkv.store.metrics import MetricsFeed
 from mlkv.store.policy import POLICIES, Policy
 from mlkv.store.pool import HostPool, create_pool_file, pool_pages
 from mlkv.store.quotas import Quotas
@@ -54,28 +54,8 @@ _CLOSE_S = 2.0
 
 _RETRY_S = 0.02
 _STOP_LOCK_S = 1.0
-_SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 
 _log = logging.getLogger("mlkv.store")
-
-
-@dataclass
-class _Client:
-    id: int
-    channel: FramedSocket
-    pid: int
-    pidfd: int
-    """Of the process that connected; -1 when the kernel does not give it."""
-    refusal: str
-    """Why this client may not join; "" if it may."""
-    hello_by: float
-    group: bytes | None = None
-    rank: int = 0
-    left: bool = False
-    closed: bool = False
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid})" if self.group is not None else f"pid {self.pid}"
 
 
 class Owner:
@@ -100,9 +80,10 @@ class Owner:
         self._listener = listener
         self._pool_fd = pool_fd
         self._num_pages = pool_pages(settings.host_bytes, settings.page_bytes)
-        self._clients: dict[int, _Client] = {}
+        self._clients: dict[int, Client] = {}
         self._last_client_id = 0
-        self._late: list[tuple[_Client, int, wire.Reply]] = []  # answers that waited for lower tiers
+        self._late: list[tuple[Client, int, wire.Reply]] = []  # answers that waited for lower tiers
+        self._feed = MetricsFeed(settings.metrics, service.report) if settings.metrics.port else None
         self._stopping = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -141,6 +122,8 @@ class Owner:
         self._listener.close()
         for client in list(self._clients.values()):
             client.channel.close()
+        if self._feed is not None:
+            self._feed.close()
         return self._lower is None or self._end_tiers(self._lower)
 
     def _turn(self, timeout_s: float | None) -> None:
@@ -149,6 +132,8 @@ class Owner:
         if self._lower is not None:
             self._lower.poll()
         self._service.poll()
+        if self._feed is not None:
+            self._feed.poll()
         self._send_late()
         self._close_silent()
 
@@ -176,16 +161,16 @@ class Owner:
             sock.close()
             return
         peer = peer_credentials(sock)
-        pidfd, refusal = _process_handle(sock, peer.pid)
+        pidfd, refusal = process_handle(sock, peer.pid)
         if peer.uid != os.geteuid():
             refusal = f"this store belongs to uid {os.geteuid()}, not to {peer.uid}"
         self._last_client_id += 1
         channel = FramedSocket(sock)
-        client = _Client(self._last_client_id, channel, peer.pid, pidfd, refusal, time.monotonic() + _HELLO_S)
+        client = Client(self._last_client_id, channel, peer.pid, pidfd, refusal, time.monotonic() + _HELLO_S)
         self._clients[client.id] = client
         self._selector.register(channel, selectors.EVENT_READ, lambda mask: self._on_client(client, mask))
 
-    def _on_client(self, client: _Client, mask: int) -> None:
+    def _on_client(self, client: Client, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
                 client.channel.flush()
@@ -197,13 +182,13 @@ class Owner:
             return
         self._watch(client)
 
-    def _watch(self, client: _Client) -> None:
+    def _watch(self, client: Client) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.channel.has_unsent else 0)
         key = self._selector.get_key(client.channel)
         if key.events != events:
             self._selector.modify(client.channel, events, key.data)
 
-    def _answer(self, client: _Client, ticket: int, request: wire.Request) -> None:
+    def _answer(self, client: Client, ticket: int, request: wire.Request) -> None:
         pass_fd: int | None = None
         try:
             if client.left:
@@ -250,7 +235,7 @@ class Owner:
             else:
                 self._watch(client)
 
-    def _admit(self, client: _Client, request: wire.Request) -> wire.Reply:
+    def _admit(self, client: Client, request: wire.Request) -> wire.Reply:
         if not isinstance(request, wire.Hello):
             raise wire.WireError(f"its first request is a {type(request).__name__}, not a Hello")
         if request.protocol != wire.PROTOCOL:
@@ -270,7 +255,7 @@ class Owner:
         tiers = [] if self._lower is None else self._lower.names
         return wire.Welcome(self._num_pages, self._settings.page_bytes, tiers)
 
-    def _disconnect(self, client: _Client, why: str) -> None:
+    def _disconnect(self, client: Client, why: str) -> None:
         """Close a connection. What its process may still touch is kept until the process is gone."""
         self._selector.unregister(client.channel)
         client.channel.close()
@@ -283,17 +268,17 @@ class Owner:
         _log.warning("lost %s: %s; waiting for its process to end", client, why)
         self._selector.register(client.pidfd, selectors.EVENT_READ, lambda _mask: self._on_process_end(client))
 
-    def _on_process_end(self, client: _Client) -> None:
+    def _on_process_end(self, client: Client) -> None:
         self._selector.unregister(client.pidfd)
         self._leave(client)
         self._remove(client)
 
-    def _leave(self, client: _Client) -> None:
+    def _leave(self, client: Client) -> None:
         assert client.group is not None
         client.left = True
         self._service.leave(client.group, client.id)
 
-    def _remove(self, client: _Client) -> None:
+    def _remove(self, client: Client) -> None:
         if client.pidfd >= 0:
             os.close(client.pidfd)
         del self._clients[client.id]
@@ -317,7 +302,7 @@ class Owner:
         due = [client.hello_by for client in self._clients.values() if client.group is None]
         if not self._clients and not self._settings.keep:
             due.append(max(self._leave_at, now + _RETRY_S))
-        for part in (self._lower, self._service):
+        for part in (self._lower, self._service, self._feed):
             if part is not None and part.due_at is not None:
                 due.append(part.due_at)
         return max(0.0, min(due) - now) if due else None
@@ -349,23 +334,6 @@ class Owner:
             return
         self._settings.socket_path.unlink(missing_ok=True)
         lock.release(remove=True)
-
-
-def _process_handle(sock: socket.socket, pid: int) -> tuple[int, str]:
-    """(pidfd, "") of the process at the other end, or (-1, why there is none)."""
-    try:
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD), ""
-    except OSError:
-        # An older kernel. The peer is alive while we are in accept, or the number is of a process that is:
-        # then its leases live longer than they had to.
-        pass
-    try:
-        return os.pidfd_open(pid), ""
-    except OSError as error:
-        return -1, (
-            f"the owner of the store cannot watch process {pid} ({error.strerror}): it must be in the same PID "
-            "namespace, on Linux 5.3 or later"
-        )
 
 
 def start(settings: OwnerSettings) -> Owner:
@@ -405,44 +373,9 @@ def start(settings: OwnerSettings) -> Owner:
     return Owner(settings, StoreService(index, lower, pool, quotas), lower, listener, pool_fd)
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    settings: OwnerSettings
-    lock_fd: int | None
-    ready_fd: int | None
-
-
-def _parse(argv: Sequence[str] | None) -> _Arguments:
-    parser = argparse.ArgumentParser(prog="python -m mlkv.store.owner", description="The store of one host.")
-    parser.add_argument("--socket", type=Path, help="path of its Unix socket")
-    parser.add_argument("--host-bytes", type=int, help="size of the host pool")
-    parser.add_argument("--page-bytes", type=int, help="size of one page, a multiple of 4096")
-    parser.add_argument("--linger-s", type=float, default=0.0, help="how long it outlives its last client")
-    parser.add_argument("--keep", action="store_true", help="stay until SIGTERM or Ctrl-C")
-    parser.add_argument("--log-file", type=Path, help="default: standard error")
-    parser.add_argument("--settings-fd", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--lock-fd", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.settings_fd is not None:
-        return _Arguments(OwnerSettings.from_fd(args.settings_fd), args.lock_fd, args.ready_fd)
-    missing = [name for name in ("socket", "host_bytes", "page_bytes") if getattr(args, name) is None]
-    if missing:
-        parser.error(f"these must be given: {', '.join('--' + name.replace('_', '-') for name in missing)}")
-    settings = OwnerSettings(
-        socket_path=args.socket.absolute(),
-        host_bytes=args.host_bytes,
-        page_bytes=args.page_bytes,
-        linger_s=args.linger_s,
-        keep=args.keep,
-        log_file=args.log_file,
-    )
-    return _Arguments(settings, args.lock_fd, args.ready_fd)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. With --lock-fd and --ready-fd (from spawn.py) it detaches, and reports through the pipe."""
-    arguments = _parse(argv)
+    arguments = parse_arguments(argv)
     starter_fd: int | None = None
     if arguments.lock_fd is not None:
         with suppress(OSError):  # without pidfd, an owner of a dead starter waits longer for a client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TypeAlias
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlkv.errors import StoreError
+from mlkv.histogram import Histogram
 from mlkv.page import peek_header
 from mlkv.store import wire, wire_tools
 from mlkv.store.desk import Desk
@@ -82,6 +84,7 @@ class StoreService:
         self._desk = Desk(index, pool, runners, self._pins, self._epochs, self._quotas, self._take_hidden)
         self._groups: dict[bytes, _Group] = {}
         self._totals = _Totals()
+        self._lookups = Histogram()
 
     @property
     def num_members(self) -> int:
@@ -168,7 +171,7 @@ class StoreService:
             case wire.Clear():
                 self._clear()
             case wire.Stats():
-                return self._report(request.audit)
+                return self.report(request.audit)
             case (
                 wire_tools.Namespaces()
                 | wire_tools.ListPages()
@@ -211,7 +214,10 @@ class StoreService:
             answer(wire_tools.Stale(namespace.epoch))
             return
 
+        began_s = time.monotonic()
+
         def answered(lease: Lease, sources: bytes = b"") -> None:
+            self._lookups.observe(time.monotonic() - began_s)
             answer(self._grant(group, request, lease, sources))
 
         if self._lower is None or (namespace is not None and not self._epochs.may_ask_tiers(namespace)):
@@ -346,7 +352,8 @@ class StoreService:
         if self._lower is not None:
             self._lower.clear()
 
-    def _report(self, audit: bool) -> wire.Report:
+    def report(self, audit: bool = False) -> wire.Report:
+        """Everything that is counted."""
         totals = asdict(self._totals)
         if self._lower is not None:
             totals["pages_evicted"] += self._lower.pages_evicted
@@ -355,6 +362,7 @@ class StoreService:
             clients=self.num_members,
             **totals,
             problem=self.check() if audit else "",
+            lookup_latency=wire.Latency(list(self._lookups.counts), self._lookups.total_s),
             tiers=[] if self._lower is None else self._lower.reports(),
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 
 from mlkv.errors import ConfigError
+from mlkv.metrics_config import MetricsConfig
 from mlkv.section import Section
 from mlkv.store.policy import DEFAULT_POLICY, PolicyName
 from mlkv.store_config import Admission, DiskConfig, RemoteConfig
@@ -32,6 +33,7 @@ class OwnerSettings(Section):
     policy: PolicyName = DEFAULT_POLICY
     quotas: dict[str, int] = Field(default={})
     """Bytes by model, see StoreConfig."""
+    metrics: MetricsConfig = MetricsConfig()
 
     def to_fd(self) -> int:
         """A descriptor from which an heir of it reads these settings.

@@ -216,6 +216,13 @@ class Done(Message, frozen=True):
     """Nothing more to say."""
 
 
+class Latency(msgspec.Struct, frozen=True):
+    """Durations: counts by bucket, see `mlkv.histogram`, and their total."""
+
+    counts: list[int] = msgspec.field(default_factory=list)
+    total_s: float = 0.0
+
+
 class TierReport(msgspec.Struct, frozen=True):
     """One lower tier: what has come of it since the start, and how it is now. Totals only grow."""
 
@@ -247,6 +254,8 @@ class TierReport(msgspec.Struct, frozen=True):
     """Calls that returned, by kind (connect, contains, read, write, delete, clear)."""
     seconds: dict[str, float]
     """Time spent in them, by kind."""
+    latency: dict[str, Latency]
+    """The same by kind and duration."""
     queued_loads: int
     queued_pages: int
     """Pages that wait to be written."""
@@ -283,6 +292,8 @@ class Report(Message, frozen=True):
     pages_written: int
     pages_bad: int
     problem: str
+    lookup_latency: Latency = msgspec.field(default_factory=Latency)
+    """From a lookup to its answer."""
     tiers: list[TierReport] = msgspec.field(default_factory=list)
     """The lower tiers, the nearest one first."""
 

@@ -10,6 +10,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from mlkv.histogram import Histogram
 from mlkv.store.tiers.base import StoredPage, Tier
 
 CallKind: TypeAlias = Literal[
@@ -129,5 +130,7 @@ class TierCounters:
     """Failed calls by cause: "timeout", or the name of what was raised."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in calls that returned, by kind, for means together with `calls`."""
+    latency: dict[str, Histogram] = field(default_factory=dict)
+    """The same by kind and duration."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls that returned, by kind."""

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from mlkv.histogram import Histogram
 from mlkv.store.tiers.base import ReadOnlyPages, StoredPage, Tier, TierStats, WritablePages
 from mlkv.store.tiers.breaker import Breaker, BreakerState
 from mlkv.store.tiers.calls import Answer, Call, TierCounters
@@ -300,6 +301,7 @@ class TierRunner:
         self.counters.calls[call.kind] += 1
         seconds = self.counters.seconds
         seconds[call.kind] = seconds.get(call.kind, 0.0) + call.ended_at - call.began_at
+        self.counters.latency.setdefault(call.kind, Histogram()).observe(call.ended_at - call.began_at)
         if call.is_given_up:
             self._hung.remove(call)
             self._workers.remove()  # the thread that took over for it
