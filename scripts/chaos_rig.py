@@ -1,0 +1,574 @@
+"""A deployment of the chaos campaign: an owner above all tiers, engines on it, a strike, and what must hold after.
+
+All processes are forked from a server that has imported everything, so that a run takes a few seconds. The disk's
+folder and the remote servers live as long as the campaign: each run finds what the ones before have left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import mmap
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import chaos_engine
+from chaos_engine import LAYOUT, read_report
+from pydantic import SecretStr
+
+from mlkv import MLKVConfig, Namespace, cli
+from mlkv.commands.verify import open_folder
+from mlkv.keys import KEY_BYTES, page_keys
+from mlkv.store import Stats, StoreClient
+from mlkv.store import owner as owner_process
+from mlkv.store.rendezvous import is_listening
+from mlkv.store.settings import OwnerSettings
+from mlkv.store.tiers.base import Tier
+from mlkv.store.tiers.open import open_remote
+from mlkv.store_config import Admission, DiskConfig, RemoteConfig
+from tests.store.remote_servers import RedisServer, S3Server, ServerProcess
+
+HOST_PAGES = 64
+DISK_BYTES = (4 << 20) + 160 * (LAYOUT.page_bytes + 128)
+"""Room for fewer than half of the pages that the prompts have."""
+
+_MODEL = "chaos"
+_START_S = 40.0
+_END_S = 30.0
+"""For processes to end, pages to be given back, and sockets to go."""
+
+_REST_S = 0.15
+"""How long survivors go on after the strike."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+Victim = Literal["owner", "rank", "ranks", "both"]
+Moment = Literal["start", "traffic", "end"]
+Remote = Literal["redis", "s3", "none"]
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def prepare() -> None:
+    """Once, before the first run: this process becomes the parent of whatever is left behind."""
+    root = Path(__file__).resolve().parents[1]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "scripts")])
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _context.set_forkserver_preload(["chaos_rig"])
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    starter = _context.Process(target=time.sleep, args=(0.0,))  # so that the server is no child of a run
+    starter.start()
+    starter.join()
+
+
+def be_owner(settings: OwnerSettings) -> None:
+    """The process of an owner that somebody started by hand."""
+    log = os.open(str(settings.log_file), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.exit(owner_process.run(settings))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run; `number` seeds all that is drawn in it.
+
+    Attributes:
+        tp: ranks of the one replica, or 1 for `engines` engines that share the owner.
+        embedded: the first rank starts the owner, instead of somebody by hand.
+        damage: bytes of the disk's files are changed before the restart.
+    """
+
+    number: str
+    victim: Victim
+    moment: Moment
+    tp: int
+    engines: int
+    embedded: bool
+    remote: Remote
+    admission: Admission
+    damage: bool
+
+
+@dataclass
+class Ending:
+    """What a run has found. `struck`: whether the victims still lived; `problems`: what should not be."""
+
+    struck: bool = False
+    problems: list[str] = field(default_factory=list)
+    engines_ended: dict[str, int] = field(default_factory=dict)
+    requests: int = 0
+    pages_loaded: int = 0
+    pages_by_tier: dict[str, int] = field(default_factory=dict)
+    pages_after_restart: dict[str, int] = field(default_factory=dict)
+    pages_compared: dict[str, int] = field(default_factory=dict)
+    damaged: str = ""
+    bad_found: int = 0
+    seconds: float = 0.0
+
+
+class Site:
+    """What outlives the runs: the disk's folder and the remote servers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.disk = folder / "disk"
+        self._servers: dict[Remote, ServerProcess] = {}
+        self.namespace = Namespace(_MODEL, LAYOUT)
+        keys: set[bytes] = set()
+        for number in range(chaos_engine.NUM_PROMPTS):
+            chain = page_keys(chaos_engine.prompt(number), LAYOUT.page_tokens, self.namespace.root())
+            keys.update(chain[at : at + KEY_BYTES] for at in range(0, len(chain), KEY_BYTES))
+        self.keys = keys
+        self.baseline = set(_descendants())
+
+    def remote(self, kind: Remote) -> RemoteConfig | None:
+        """Settings of a remote store that runs; it is started when it is first asked for."""
+        if kind == "none":
+            return None
+        if kind not in self._servers:
+            if kind == "redis":
+                # Room for most of the pages, so that the server evicts.
+                settings = "maxmemory 2300kb\nmaxmemory-policy allkeys-lru"
+                self._servers[kind] = RedisServer(self.folder / "redis", settings=settings)
+            else:
+                self._servers[kind] = S3Server(self.folder / "s3")
+            self._servers[kind].start()
+            self.baseline |= set(_descendants())
+        server = self._servers[kind]
+        if isinstance(server, RedisServer):
+            return RemoteConfig(url=server.url)
+        assert isinstance(server, S3Server)
+        return RemoteConfig(
+            url=f"s3://{server.BUCKET}/kv",
+            endpoint=server.endpoint,
+            access_key_id=SecretStr(server.ACCESS_KEY),
+            secret_access_key=SecretStr(server.SECRET_KEY),
+        )
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.kill()
+
+
+class Run:
+    """One run: traffic, a strike, the survivors' end, a restart, and all checks."""
+
+    def __init__(self, case: Case, site: Site, folder: Path) -> None:
+        self._case = case
+        self._site = site
+        self._folder = folder
+        self._chance = random.Random(f"{case.number}/moment")
+        self._remote = site.remote(case.remote)
+        self._disk = DiskConfig(directory=site.disk, limit_bytes=DISK_BYTES, threads=2)
+        self._socket = folder / "sockets" / "chaos.sock"
+        self._shared = set(os.listdir("/dev/shm"))
+        self._owner: Any = None
+        self._ranks: list[tuple[str, Any]] = []
+        self.ending = Ending()
+
+    def do(self) -> Ending:
+        start = time.monotonic()
+        try:
+            self._live_and_strike()
+            self._end_survivors()
+            if self._case.damage:
+                self._damage()
+            self._restart()
+        except (RuntimeError, TimeoutError, AssertionError) as error:
+            self._problem(f"{type(error).__name__}: {error}")
+        finally:
+            self._kill_all()
+        self.ending.seconds = round(time.monotonic() - start, 2)
+        return self.ending
+
+    # -- traffic and the strike
+
+    def _live_and_strike(self) -> None:
+        case = self._case
+        if not case.embedded:
+            self._start_owner()
+        due_s = self._chance.uniform(0.0, 0.7 if case.moment == "start" else 1.0)
+        if case.moment == "end":
+            due_s = self._chance.uniform(0.0, 0.2)
+        begun = time.monotonic()
+        if case.moment == "start":
+            # Whatever there is when the moment comes is struck, be it the owner alone.
+            while time.monotonic() < begun + due_s:
+                if not self._ranks and (case.embedded or is_listening(self._socket)):
+                    self._start_ranks()
+                time.sleep(0.005)
+            _wait_for(lambda: bool(self._victims()), "there is somebody to strike", _START_S)
+            self._strike()
+            if not self._ranks:
+                return
+        else:
+            if not case.embedded:
+                _wait_for(lambda: is_listening(self._socket), "the owner listens", _START_S)
+            self._start_ranks()
+            _wait_for(self._all_serve, "every engine has served a request", _START_S)
+            if case.moment == "traffic":
+                time.sleep(due_s)
+                self._strike()
+            else:
+                time.sleep(self._chance.uniform(0.0, 0.3))
+                self._stop_ranks()
+                if case.victim == "owner" and self._owner is not None:
+                    self._wait_for_ranks()
+                    self._owner.terminate()  # it still writes what waits
+                    due_s /= 2
+                time.sleep(due_s)
+                self._strike()
+        time.sleep(_REST_S)
+
+    def _all_serve(self) -> bool:
+        if any(process.exitcode for _, process in self._ranks):
+            raise RuntimeError("an engine ended before the strike")
+        return all(read_report(self._report_of(name)).loads for name, _ in self._ranks)
+
+    def _victims(self) -> list[int]:
+        """Those that are there, of whom the case wants to strike."""
+        ranks = [process.pid for _, process in self._ranks if process.exitcode is None]
+        owner = self._owner_pid()
+        victims = []
+        if self._case.victim in ("owner", "both"):
+            victims += [owner] if owner else []
+        if self._case.victim in ("ranks", "both"):
+            victims += ranks
+        if self._case.victim == "rank":
+            victims += ranks[self._chance.randrange(len(ranks)) :][:1] if ranks else []
+        return victims
+
+    def _strike(self) -> None:
+        victims = self._victims()
+        self._chance.shuffle(victims)
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.ending.struck = True
+
+    # -- processes
+
+    def _start_owner(self) -> None:
+        settings = OwnerSettings(
+            socket_path=self._socket,
+            host_bytes=HOST_PAGES * LAYOUT.page_bytes,
+            page_bytes=LAYOUT.page_bytes,
+            keep=True,
+            log_file=self._folder / "owner.log",
+            disk=self._disk,
+            remote=self._remote,
+            admission=self._case.admission,
+        )
+        self._owner = _context.Process(target=be_owner, args=(settings,))
+        self._owner.start()
+
+    def _owner_pid(self) -> int:
+        if self._owner is not None:
+            return self._owner.pid if self._owner.exitcode is None else 0
+        for pid in self._left_processes():
+            if "mlkv.store.owner" in _command_line(pid) and str(self._socket) in _command_line(pid):
+                return pid
+        return 0
+
+    def _start_ranks(self) -> None:
+        size = self._case.tp
+        names = [f"engine{number}" for number in range(1 if size > 1 else self._case.engines)]
+        for name in names:
+            seeded = f"{name}.{self._case.number.replace('/', '-')}"
+            for rank in range(size):
+                self._start_rank(seeded, rank, size, reads=False)
+
+    def _start_rank(self, name: str, rank: int, size: int, reads: bool) -> None:
+        store = {"host_bytes": HOST_PAGES * LAYOUT.page_bytes, "directory": self._socket.parent, "name": "chaos"}
+        store |= {"connect_deadline_s": 20.0, "disk": self._disk, "remote": self._remote}
+        store |= {"admission": self._case.admission, "lookup_wait_s": 1.5 if reads else 0.5}
+        config = MLKVConfig(
+            model=_MODEL, page_tokens=LAYOUT.page_tokens, store=store, agree={"deadline_s": 15.0}, faults=""
+        )
+        process = _context.Process(
+            target=chaos_engine.run_rank, args=(config, rank, size, self._folder, name, reads)
+        )
+        process.start()
+        self._ranks.append((f"{name}-{rank}", process))
+
+    def _report_of(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+    def _stop_ranks(self) -> None:
+        (self._folder / "stop").touch()
+
+    def _wait_for_ranks(self) -> None:
+        end = time.monotonic() + _END_S
+        for name, process in self._ranks:
+            process.join(max(0.0, end - time.monotonic()))
+            if process.exitcode is None:
+                self._problem(f"{name} did not end within {_END_S} s")
+                process.kill()
+                process.join()
+
+    def _end_survivors(self) -> None:
+        """Whatever still lives ends as it should, and leaves nothing."""
+        self._stop_ranks()
+        self._wait_for_ranks()
+        struck_ranks = self._case.victim in ("rank", "ranks", "both")
+        for name, process in self._ranks:
+            self._judge_rank(name, process.exitcode, struck_ranks)
+        self._ranks = []
+        self._end_owner(was_struck=self._case.victim in ("owner", "both") and self.ending.struck)
+
+    def _judge_rank(self, name: str, exitcode: int | None, struck_ranks: bool) -> None:
+        told = read_report(self._report_of(name))
+        self.ending.requests += told.requests
+        self.ending.pages_loaded += told.pages
+        for tier, pages in told.pages_by_tier.items():
+            self.ending.pages_by_tier[tier] = self.ending.pages_by_tier.get(tier, 0) + pages
+        self.ending.problems += [f"{name} got wrong bytes: {wrong}" for wrong in told.wrong]
+        how = {0: "ended", -signal.SIGKILL: "killed"}.get(exitcode or 0, "failed")
+        if how == "failed":
+            # A lost neighbour ends a replica; an owner that goes while they connect ends an engine.
+            lost = told.failure.startswith(("RankLost", "RuntimeError")) and struck_ranks and self._case.tp > 1
+            refused = "Store" in told.failure.partition(":")[0] and self._case.moment == "start"
+            how = "lost a rank" if lost else "found no store" if refused else how
+        if how == "failed":
+            self._problem(f"{name} ended with status {exitcode}: {told.failure or self._log_of(name)}")
+        self.ending.engines_ended[how] = self.ending.engines_ended.get(how, 0) + 1
+
+    def _end_owner(self, was_struck: bool) -> None:
+        if self._owner is not None and self._owner.exitcode is None and not was_struck:
+            self._check_books()
+            self._owner.terminate()
+            self._owner.join(_END_S)
+            if self._owner.exitcode is None:
+                self._problem(f"the owner did not end within {_END_S} s")
+                self._owner.kill()
+        if self._owner is not None:
+            self._owner.join(_END_S)
+            if self._owner.exitcode not in (0, -signal.SIGKILL):
+                self._problem(f"the owner ended with status {self._owner.exitcode}: {self._log_of('owner')}")
+        self._owner = None
+        self._check_leftovers(socket_may_stay=was_struck)
+
+    def _kill_all(self) -> None:
+        """After a run that went wrong, so that the next one does not suffer from it."""
+        for process in [process for _, process in self._ranks] + [self._owner]:
+            if process is not None and process.exitcode is None:
+                process.kill()
+                process.join()
+        for pid in self._left_processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    # -- damage
+
+    def _damage(self) -> None:
+        """What a bad disk does to the files, while nobody has them open."""
+        slabs, catalogs = list(self._site.disk.glob("*/slab")), list(self._site.disk.glob("*/catalog*"))
+        kinds = [("flip", slabs)] * 5 + [("cut", slabs), ("remove", slabs), ("flip", catalogs), ("cut", catalogs)]
+        kind, files = self._chance.choice(kinds)
+        if not files:
+            return
+        path = self._chance.choice(files)
+        size = path.stat().st_size
+        if kind == "remove" or not size:
+            path.unlink()
+        elif kind == "cut":
+            os.truncate(path, self._chance.randrange(size))
+        else:
+            with open(path, "r+b", buffering=0) as file:
+                for _ in range(24):
+                    at = self._chance.randrange(size)
+                    byte = os.pread(file.fileno(), 1, at)[0]
+                    os.pwrite(file.fileno(), bytes([byte ^ 1 << self._chance.randrange(8)]), at)
+        self.ending.damaged = f"{kind} {path.name}"
+
+    # -- the restart and the checks
+
+    def _restart(self) -> None:
+        """A new owner on what is left: `mlkv verify`, all prompts loaded and compared, books, nothing left."""
+        self._start_owner()
+        _wait_for(lambda: is_listening(self._socket), "the new owner listens", _START_S)
+        self._start_rank("reader", 0, 1, reads=True)
+        reader, process = self._ranks[0]
+        self._wait_for_ranks()
+        told = read_report(self._report_of(reader))
+        self.ending.pages_after_restart = dict(told.pages_by_tier)
+        self.ending.problems += [f"after the restart, wrong bytes: {wrong}" for wrong in told.wrong]
+        if process.exitcode:
+            self._problem(f"the reader failed: {told.failure or self._log_of(reader)}")
+        if told.failed_loads and not self.ending.damaged:
+            self._problem(f"{told.failed_loads} loads failed after the restart, and nothing was damaged")
+        self._ranks = []
+        self._verify("--socket", str(self._socket))
+        self._end_owner(was_struck=False)
+        self._compare_disk()
+        if self._remote is not None:
+            self._compare_remote()
+
+    def _verify(self, *where: str) -> None:
+        """`mlkv verify`. Bad pages are those that were damaged; once removed, there are none."""
+        bad = self._count_bad("verify", *where, "--json", "--remove")
+        self.ending.bad_found += bad
+        if bad and not self.ending.damaged:
+            self._problem(f"mlkv verify finds {bad} bad pages")
+        if bad and self._count_bad("verify", *where, "--json"):
+            self._problem("mlkv verify --remove left bad pages behind")
+
+    def _count_bad(self, *command: str) -> int:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            status = cli.main(command)
+        try:
+            results = json.loads(out.getvalue())
+        except json.JSONDecodeError:
+            self._problem(f"mlkv {' '.join(command)}: status {status}: {out.getvalue()[-500:]}")
+            return 0
+        return sum(len(result["bad"]) for result in results)
+
+    def _check_books(self) -> None:
+        """Nothing is held any more, and every page is accounted for."""
+
+        def problem() -> str:
+            with StoreClient.find(self._socket, group=os.urandom(16), deadline_s=_END_S) as client:
+                books = client.call(Stats(audit=True), _END_S)
+            held = books.leases, books.reservations, books.reserved, books.quarantined
+            # Pages on their way to a tier are pinned, not leased to anybody; hung ones would stay so.
+            hung = sum(tier.hung for tier in books.tiers)
+            balanced = books.free + books.ready == books.num_pages
+            return "" if balanced and not any(held) and not hung and not books.problem else str(books)
+
+        end = time.monotonic() + _END_S
+        while found := problem():
+            if time.monotonic() > end:
+                self._problem(f"the owner still holds something: {found}")
+                return
+            time.sleep(0.05)
+
+    def _compare_disk(self) -> None:
+        compared = 0
+        with contextlib.suppress(StopIteration):
+            for tier, _page_bytes in open_folder(self._site.disk):
+                compared += self._compare("disk", tier)
+        self.ending.pages_compared["disk"] = compared
+        used = sum(path.stat().st_blocks * 512 for path in self._site.disk.rglob("*") if path.is_file())
+        if used > DISK_BYTES:
+            self._problem(f"the disk folder occupies {used} bytes, its limit is {DISK_BYTES}")
+        named = re.compile(r"lock|pages-v[^/]*(/(slab|catalog\.sqlite3(-wal|-shm)?))?")
+        for path in self._site.disk.rglob("*"):
+            if not named.fullmatch(str(path.relative_to(self._site.disk))):
+                self._problem(f"{path} is left in the disk folder")
+
+    def _compare_remote(self) -> None:
+        assert self._remote is not None
+        tier = open_remote(self._remote, LAYOUT.page_bytes)
+        try:
+            tier.connect(memoryview(b""))
+            self.ending.pages_compared["remote"] = self._compare("remote", tier)
+        finally:
+            tier.close()
+
+    def _compare(self, where: str, tier: Tier) -> int:
+        """Every page of a tier is that of its key, byte by byte."""
+        page = mmap.mmap(-1, LAYOUT.page_bytes)  # aligned, as O_DIRECT wants it
+        compared, after = 0, b""
+        while keys := tier.scan(after, 1024):
+            for key in keys:
+                if key not in self._site.keys:
+                    self._problem(f"{where}: there is a page of a key that nobody stored: {key.hex()}")
+                elif not tier.read([key], [memoryview(page)])[0]:
+                    self._problem(f"{where}: {key.hex()} is listed and cannot be read")
+                elif page[LAYOUT.header_bytes :][: LAYOUT.payload_bytes] != chaos_engine.payload(key):
+                    self._problem(f"{where}: {key.hex()} has wrong bytes")
+                compared += 1
+            after = keys[-1]
+        return compared
+
+    def _check_leftovers(self, socket_may_stay: bool) -> None:
+        def problem() -> str:
+            left = {pid: _command_line(pid) for pid in self._left_processes()}
+            if left:
+                return f"processes are left: {left}"
+            folder = self._socket.parent
+            files = [path.name for path in folder.iterdir()] if folder.exists() else []
+            if files and not socket_may_stay:
+                return f"files are left: {files}"
+            shared = [name for name in set(os.listdir("/dev/shm")) - self._shared if "mlkv" in name]
+            if shared:
+                return f"shared memory is left: {shared}"
+            # Nobody else of us lives, so only this process could still keep a pool.
+            memory = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mlkv" in line]
+            return f"memory is still mapped: {memory}" if memory else ""
+
+        end = time.monotonic() + _END_S
+        while found := problem():
+            if time.monotonic() > end:
+                self._problem(found)
+                return
+            time.sleep(0.02)
+
+    def _left_processes(self) -> Iterator[int]:
+        known = {process.pid for _, process in self._ranks}
+        if self._owner is not None:
+            known.add(self._owner.pid)
+        for pid in _descendants():
+            if pid not in self._site.baseline and pid not in known:
+                yield pid
+
+    def _log_of(self, name: str) -> str:
+        path = self._folder / f"{name}.log"
+        return path.read_text()[-1500:] if path.exists() else "it has left no log"
+
+    def _problem(self, what: str) -> None:
+        self.ending.problems.append(what)
+
+
+def _wait_for(condition: Callable[[], bool], what: str, limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {limit_s} s: {what}")
+        time.sleep(0.01)
+
+
+def _descendants(parent: int | None = None) -> Iterator[int]:
+    """Processes below this one that have not ended; its own that have are waited for."""
+    for task in Path(f"/proc/{parent or 'self'}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for pid in map(int, task.read_text().split()):
+                if not _has_ended(pid, reap=parent is None):
+                    yield pid
+                    yield from _descendants(pid)
+
+
+def _has_ended(pid: int, reap: bool) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state != "Z":
+            return False
+        # Not one that somebody here waits for: those are known by their objects.
+        if reap and "forkserver" not in _command_line(pid):
+            os.waitpid(pid, os.WNOHANG)
+    except (FileNotFoundError, ProcessLookupError, ChildProcessError):
+        pass
+    return True
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
