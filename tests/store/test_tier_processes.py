@@ -102,10 +102,10 @@ def test_new_owner_finds_on_disk_what_the_last_one_stored(new_owner: NewClient, 
     generations = client.call(wire.Match(chain("abcdef"), 6), 20.0).generations
     end(client)
     client = new_owner(disk=disk)
-    assert find(client, "abcdefg") == "abcdef"
-    assert client.call(wire.Match(chain("abcdef"), 6), 20.0).generations == generations
     store(client, "xyz")
     new = client.call(wire.Match(chain("xyz"), 3), 20.0).page_generations
+    assert find(client, "abcdefg") == "abcdef"
+    assert client.call(wire.Match(chain("abcdef"), 6), 20.0).generations == generations
     assert new.min() > np.frombuffer(generations, "<u8").max(), "a new owner repeats generations of the last one"
 
 

@@ -213,8 +213,9 @@ def test_as_many_calls_hang_as_there_are_threads_and_then_none_is_made_until_one
             state = store.runners[0].state
             return len(tier.in_call) == state.running + state.hung
 
+        answers = []
         for _ in range(20):
-            answers = [store.match_later(next(letters), wait_s=1000.0) for _ in range(3)]
+            answers += [store.match_later(next(letters), wait_s=1000.0) for _ in range(3)]
             store.until(are_begun, "what was asked of the tier has begun")
             clock.now += 1.1
             store.lower.poll()
