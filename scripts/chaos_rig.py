@@ -59,6 +59,9 @@ Victim = Literal["owner", "rank", "ranks", "both"]
 Moment = Literal["start", "traffic", "end"]
 Remote = Literal["redis", "s3", "none"]
 
+_LATEST_S: dict[Moment, float] = {"start": 0.7, "traffic": 1.0, "end": 0.06}
+"""From when a case's moment begins: the start of the first process, the first load of each engine, and its end."""
+
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -202,17 +205,16 @@ class Run:
         case = self._case
         if not case.embedded:
             self._start_owner()
-        due_s = self._chance.uniform(0.0, 0.7 if case.moment == "start" else 1.0)
-        if case.moment == "end":
-            due_s = self._chance.uniform(0.0, 0.2)
+        due_s = self._chance.uniform(0.0, _LATEST_S[case.moment])
         begun = time.monotonic()
         if case.moment == "start":
             # Whatever there is when the moment comes is struck, be it the owner alone.
-            while time.monotonic() < begun + due_s:
+            while time.monotonic() < begun + due_s or not self._victims():
                 if not self._ranks and (case.embedded or is_listening(self._socket)):
                     self._start_ranks()
+                if time.monotonic() > begun + _START_S:
+                    raise TimeoutError(f"within {_START_S} s there is nobody to strike")
                 time.sleep(0.005)
-            _wait_for(lambda: bool(self._victims()), "there is somebody to strike", _START_S)
             self._strike()
             if not self._ranks:
                 return
@@ -230,7 +232,6 @@ class Run:
                 if case.victim == "owner" and self._owner is not None:
                     self._wait_for_ranks()
                     self._owner.terminate()  # it still writes what waits
-                    due_s /= 2
                 time.sleep(due_s)
                 self._strike()
         time.sleep(_REST_S)

@@ -40,7 +40,7 @@ MOMENTS: dict[Moment, int] = {"start": 15, "traffic": 70, "end": 15}
 ADMISSIONS: dict[Admission, int] = {"write": 60, "second_use": 20, "evict": 20}
 REMOTES: dict[Remote, int] = {"redis": 80, "s3": 10, "none": 10}
 TWO_RANKS_SHARE, EMBEDDED_SHARE, DAMAGE_SHARE = 0.25, 0.15, 0.15
-TRIES = 4
+TRIES = 8
 """For a moment at which the victims still live."""
 
 

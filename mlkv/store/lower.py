@@ -154,7 +154,7 @@ class LowerTiers:
             connected=state.connected,
             pages_hit=int(self._num_hits[number + 1]),
             pages_promoted=self._num_promoted[number],
-            pages_bad=self._promoter.num_bad_headers[number],
+            pages_bad=self._promoter.num_bad_headers[number] + own.pages_damaged,
             hits=counters.hits,
             misses=counters.misses,
             bytes_read=counters.bytes_read,

@@ -91,7 +91,7 @@ def _tier_families(tiers: list[TierReport]) -> Iterable[Metric]:
         ("bytes_read", "Bytes of pages read from a tier."),
         ("bytes_written", "Bytes of pages written to a tier."),
         ("pages_promoted", "Pages that a tier brought into the host pool."),
-        ("pages_bad", "Pages that a tier brought and that were not what their key names."),
+        ("pages_bad", "Pages that a tier had and that were not what their key names, or could not be read."),
         ("pages_refused", "Pages that a tier did not take."),
         ("pages_evicted", "Pages that a tier evicted to stay within its limit."),
         ("dropped_writes", "Pages that a tier was not given, because it was behind or out of order."),

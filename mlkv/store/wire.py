@@ -235,7 +235,7 @@ class TierReport(msgspec.Struct, frozen=True):
     pages_promoted: int
     """Pages that it brought into the host pool."""
     pages_bad: int
-    """Pages that it brought, but which were not what their key names."""
+    """Pages that it had, but which were not what their key names, or could not be read."""
     hits: int
     """Pages that it read."""
     misses: int

@@ -39,6 +39,8 @@ class TierStats:
     limit_bytes: int = -1
     pages_evicted: int = 0
     """Since the start, to stay within its limit."""
+    pages_damaged: int = 0
+    """Since the start: pages it had, but could not read, or found to be other bytes than those it was given."""
 
 
 class Tier(ABC):

@@ -208,10 +208,12 @@ class DiskTier(Tier):
         """Used bytes are those of the pages; the limit is what the folder may occupy, catalog included."""
         volume = self._opened
         if volume is None:
-            return TierStats(limit_bytes=self._limit_bytes)
+            return TierStats(limit_bytes=self._limit_bytes, pages_damaged=self.pages_damaged)
         with volume.index_lock:
             num_pages, pages_evicted = len(volume.index), volume.index.pages_evicted
-        return TierStats(num_pages, num_pages * self._page_bytes, self._limit_bytes, pages_evicted)
+            pages_damaged = self.pages_damaged
+        used_bytes = num_pages * self._page_bytes
+        return TierStats(num_pages, used_bytes, self._limit_bytes, pages_evicted, pages_damaged)
 
     def close(self) -> None:
         volume, self._opened = self._opened, None
