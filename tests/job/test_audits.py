@@ -38,7 +38,12 @@ def results(**changes: Any) -> Results:
     phases = {"off": answers, "noise": answers, "on": answers}
     noise = {"noise": LogitNoise(0.1, 8.0, 5, 0), "on": LogitNoise(0.15, 8.0, 5, 0)}
     audit = StoreAudit(64, 60, 0, 4, 0, 0, 0, "")
-    ranks = [RankResult(rank, "steps", "outputs", 9, 1, 1, 1, 1, 0, 0, {}, "object") for rank in range(2)]
+    moved = {"loaded_pages": 1, "loaded_bytes": 1, "offloaded_pages": 1, "offloaded_bytes": 1}
+    rest = {"steps": 9, "failed_loads": 0, "failed_offloads": 0, "agree_us": {}, "channel": "object"}
+    ranks = [
+        RankResult(rank, "steps", "outputs", loaded_pages_by_tier={"host": 1}, **moved, **rest)
+        for rank in range(2)
+    ]
     replica = ReplicaResult(0, phases, dict.fromkeys(phases, 1.0), noise, audit, "")
     return Results(msgspec.structs.replace(replica, **changes), ranks)
 
