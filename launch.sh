@@ -6,11 +6,16 @@ root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)"
 source "$root/scripts/env.sh"
 
 extras=(engine gguf)
+environment=mlkv_environment
+before=""
 for argument in "$@"; do
+    [[ "$argument" == -- ]] && break
     # Models that do not come as GGUF need no reader of it.
     [[ "$argument" == *random:* ]] && extras=(engine)
+    [[ "$before=$argument" == --engine=vllm || "$argument" == --engine=vllm ]] && environment=mlkv_vllm_environment
+    before="$argument"
 done
 
-mlkv_environment "${extras[@]}"
+"$environment" "${extras[@]}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m mlkv.engine.launch "$@"

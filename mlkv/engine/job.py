@@ -5,50 +5,35 @@ python -m mlkv.engine.job PLAN      (started by torchrun; see launch.py)
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mlkv import KVPool, MLKVConfig, MLKVError, MultiLevelCache, Replica, init_process_group
+from mlkv import KVPool, MLKVConfig, MultiLevelCache, Replica, init_process_group
 from mlkv.engine import plan as files
 from mlkv.engine.engine import Engine, pool_pages
 from mlkv.engine.model import LoadedModel, load_model
 from mlkv.engine.pages import DevicePages
 from mlkv.engine.plan import JobPlan
-from mlkv.engine.processes import die_with_parent
+from mlkv.engine.rank import DRAIN_DEADLINE_S, REPLICAS_DEADLINE_S, count_pages, report_rank, run_rank
 from mlkv.engine.request import Finished, SamplingParams
-from mlkv.engine.source import silence_transformers
 from mlkv.engine.tokenizer import Tokenizer
-from mlkv.engine.watch import RankGone, Watch
 from mlkv.engine.workload import Feed
-from mlkv.errors import ConfigError, DeadlineExceeded, RankLost
+from mlkv.errors import ConfigError, DeadlineExceeded
 
 COLLECTIVE_DEADLINE_S = 120.0
 """No rank waits longer than this, or twice the plan's deadline, for another in a collective of the model. Ranks
 that load weights or compile kernels come later than any does in a step of the cache."""
 
-DRAIN_DEADLINE_S = 60.0
-"""For transfers that are still in flight when the last request is answered."""
-
-REPLICAS_DEADLINE_S = 1800.0
-"""For the other replicas to finish, before the store that all of them share is counted and a rank may end."""
-
 _WARM_UP_TOKENS = 192
-_AUDIT_S = 0.05
 
 
 class Rank:
@@ -57,7 +42,6 @@ class Rank:
     def __init__(self, plan: JobPlan, folder: Path) -> None:
         self.plan = plan
         self.folder = folder
-        self.rank = int(os.environ["RANK"])
         self.device = _device(plan)
         mesh = _mesh(plan)
         self.replica = Replica.from_world(tp=plan.tp, dp=plan.dp, deadline_s=plan.deadline_s)
@@ -104,15 +88,12 @@ class Rank:
             written = self.folder / f"replica{self.replica.index}.json"
             if self.replica.is_master:
                 problem = f"{leaked} device pages were not returned" if leaked else ""
-                audit = self._count_pages(cache)
+                audit = count_pages(cache, self.plan, self.folder, self.replica.index)
                 result = files.ReplicaResult(self.replica.index, served, seconds, noise, audit, problem)
                 files.write(result, written)
             else:  # stays a client of the store until it is counted
                 files.wait_for([written], REPLICAS_DEADLINE_S)
-            self._report(cache)
-            # A rank that ended now would not hear of the loss of one that has not reported yet.
-            ranks = range(self.plan.tp * self.plan.dp)
-            files.wait_for([self.folder / f"rank{rank}.json" for rank in ranks], REPLICAS_DEADLINE_S)
+            report_rank(cache, self._outputs.hexdigest(), self.plan, self.folder)
         finally:
             if cache is not None:
                 cache.close()
@@ -193,44 +174,10 @@ class Rank:
         else:
             noise.add(self._reference[done.request_id], logits)
 
-    def _count_pages(self, cache: MultiLevelCache) -> files.StoreAudit:
-        """The books of the store once every replica has drained: they share it, and until then hold pages."""
-        (self.folder / f"drained{self.replica.index}").touch()
-        files.wait_for([self.folder / f"drained{index}" for index in range(self.plan.dp)], REPLICAS_DEADLINE_S)
-        give_up_at = time.monotonic() + DRAIN_DEADLINE_S
-        while True:
-            report = cache.audit()
-            audit = files.StoreAudit(
-                **{name: getattr(report, name) for name in files.StoreAudit.__struct_fields__}
-            )
-            # What is still written to lower tiers, or read from them, is held until that is over.
-            if audit.conserved or not self.plan.tiers or time.monotonic() > give_up_at:
-                return audit
-            time.sleep(_AUDIT_S)
-
     def _progress(self, phase: str, done: int) -> None:
         if self.replica.is_master:
             total = len(self.plan.asks[self.replica.index])
             files.write(files.Progress(phase, done, total), self.folder / f"progress{self.replica.index}.json")
-
-    def _report(self, cache: MultiLevelCache) -> None:
-        stats = cache.stats()
-        result = files.RankResult(
-            rank=self.rank,
-            results_digest=cache.results_digest.hex(),
-            outputs_digest=self._outputs.hexdigest(),
-            steps=stats.steps,
-            loaded_pages=stats.loaded_pages,
-            loaded_bytes=stats.loaded_bytes,
-            loaded_pages_by_tier=stats.loaded_pages_by_tier,
-            offloaded_pages=stats.offloaded_pages,
-            offloaded_bytes=stats.offloaded_bytes,
-            failed_loads=stats.failed_loads,
-            failed_offloads=stats.failed_offloads,
-            agree_us=stats.agree_us,
-            channel=stats.channel,
-        )
-        files.write(result, self.folder / f"rank{self.rank}.json")
 
 
 class _NoiseMeter:
@@ -316,60 +263,13 @@ def _world(plan: JobPlan) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class _LastWord:
-    """How a rank ends early: it leaves word, once, and goes.
-
-    It goes without the destructors of communicators, which may wait for the other ranks.
-    """
-
-    def __init__(self, plan: JobPlan, folder: Path, rank: int) -> None:
-        self._plan, self._folder, self._rank = plan, folder, rank
-        self._lock = threading.Lock()
-
-    def __call__(self, error: BaseException) -> NoReturn:
-        """Also from another thread than the one that runs the rank."""
-        with self._lock:
-            files.write(
-                files.RankError(
-                    rank=self._rank,
-                    at=time.time(),
-                    kind=type(error).__name__,
-                    message=str(error),
-                    expected=isinstance(error, MLKVError),
-                    trace="".join(traceback.format_exception(error)),
-                    lost=self._lost(error),
-                ),
-                self._folder / f"error{self._rank}.json",
-            )
-            traceback.print_exception(error)
-            sys.stderr.flush()
-            os._exit(1)
-
-    def _lost(self, error: BaseException) -> int:
-        if isinstance(error, RankLost):  # names a rank of the replica
-            return self._rank // self._plan.tp * self._plan.tp + error.rank
-        return error.rank if isinstance(error, RankGone) else -1
+def _work(plan: JobPlan, folder: Path) -> None:
+    with _world(plan):
+        Rank(plan, folder).run()
 
 
 def main() -> None:
-    die_with_parent(signal.SIGKILL)
-    rank = int(os.environ["RANK"])
-    logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(levelname)s %(name)s: %(message)s")
-    plan = files.read(Path(sys.argv[1]), JobPlan)
-    folder = files.start_folder(Path(plan.run_folder))
-    folder.mkdir(exist_ok=True)
-    silence_transformers()
-    fail = _LastWord(plan, folder, rank)
-    watch = Watch(folder, rank, plan.tp * plan.dp, plan.tp, plan.deadline_s, fail)
-    try:
-        with _world(plan):
-            Rank(plan, folder).run()
-    except BaseException as error:  # reported to the launcher, whatever it is
-        reason = watch.explain(error)
-        if reason is not error:
-            reason.__cause__ = error
-        fail(reason)
-    watch.close()
+    run_rank(_work)
 
 
 if __name__ == "__main__":

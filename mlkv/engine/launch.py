@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 LINE_COLUMNS = 110
 """Of the report where there is no terminal that says how wide it is."""
 
+_RANK_MODULES = {"builtin": "mlkv.engine.job", "vllm": "mlkv.integrations.vllm.job"}
+"""What each rank runs, by the engine that serves the model."""
+
 _MAX_SOCKET_FOLDER_BYTES = 80
 """A Unix socket's path holds 107 bytes, and the socket's name needs some of them."""
 
@@ -140,7 +143,7 @@ def _run(plan: JobPlan, options: Options, console: Console) -> dict[str, Any]:
     folder = Path(plan.run_folder)
     files.write(plan, folder / "plan.json")
     num_ranks = plan.tp * plan.dp
-    target = ["-m", "mlkv.engine.job", str(folder / "plan.json")]
+    target = ["-m", _RANK_MODULES[plan.engine], str(folder / "plan.json")]
     log_path = folder / "ranks.log"
     command = torchrun_command(num_ranks, options.port, target, max_restarts=options.max_restarts)
     with (

@@ -23,6 +23,7 @@ three audits hold. Without options: SmolLM2-135M (fetched once), two ranks, GPUs
   ./launch.sh --tp 4 --json report.json         four ranks; the report as JSON as well
   ./launch.sh --model ~/models/llama --tp 2     a model of yours
   ./launch.sh --disk ~/kv                       run it twice: the second job finds its prompts on disk
+  ./launch.sh --engine vllm                     the same in vLLM, of which an environment is made where it is not
   ./launch.sh --tp 2 --dp 2 -- script.py ARGS   a script of yours under torchrun, in the same environment
 """
 
@@ -31,11 +32,22 @@ exit status: 0 all audits hold; 1 an audit failed or a rank did; 2 wrong options
 environment: MLKV_HOME (default ~/.cache/mlkv) keeps fetched and converted models; PYTHON names the interpreter.
 """
 
+ENGINES = ("builtin", "vllm")
+
+_BLOCK_TOKENS = {"builtin": 16, "vllm": 32}
+"""In a block of the device pool; for vLLM the smallest that its CPU backend takes, and then a multiple of it."""
+
+_DEFAULT_MODEL = "smollm2"
+_DEFAULT_TP = 2
+_DEFAULT_VLLM_TP = 3
+"""For the default model: vLLM gives each rank as many query heads, which are 9."""
+
 
 @dataclass(frozen=True)
 class Options:
     """What a person asked for. `script`: a program of theirs to run instead of the main job, with arguments."""
 
+    engine: str
     tp: int
     dp: int
     model: str
@@ -73,15 +85,20 @@ def parse(argv: Sequence[str]) -> Options:
     args = parser.parse_args(own)
     if "--" in argv:
         _check_script(parser, args, script)
-    if args.page_size % args.block_size:
+    block_tokens = args.block_size or _BLOCK_TOKENS[args.engine]
+    page_tokens = args.page_size or block_tokens
+    if args.engine == "vllm":
+        _check_vllm(args, block_tokens)
+    if page_tokens % block_tokens:
         raise ConfigError(
-            f"page-size: {args.page_size} tokens are not a multiple of the device pool's block of "
-            f"{args.block_size} tokens (--block-size)"
+            f"page-size: {page_tokens} tokens are not a multiple of the device pool's block of "
+            f"{block_tokens} tokens (--block-size)"
         )
     if args.disk_bytes is not None and args.disk is None:
         raise ConfigError("disk-bytes: there is no --disk whose size it could be")
     return Options(
-        tp=args.tp,
+        engine=args.engine,
+        tp=args.tp or _default_tp(args),
         dp=args.dp,
         model=args.model,
         device=args.device,
@@ -93,8 +110,8 @@ def parse(argv: Sequence[str]) -> Options:
         disk_bytes=args.disk_bytes,
         remote=args.remote,
         device_bytes=args.device_cache,
-        page_tokens=args.page_size,
-        block_tokens=args.block_size,
+        page_tokens=page_tokens,
+        block_tokens=block_tokens,
         faults=args.faults,
         json=args.json,
         port=args.port,
@@ -112,11 +129,23 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--tp", type=_count, default=2, metavar="N", help="ranks that share one model (default: 2)")
+    add(
+        "--engine",
+        choices=ENGINES,
+        default="builtin",
+        help="what serves the model: mlkv's own small engine (default), or vLLM with one scheduler in each rank "
+        "(external_launcher), in float32",
+    )
+    add(
+        "--tp",
+        type=_count,
+        metavar="N",
+        help="ranks that share one model (default: 2; in vLLM 3 for the default model, whose heads they divide)",
+    )
     add("--dp", type=_count, default=1, metavar="N", help="replicas, each with requests of its own (default: 1)")
     add(
         "--model",
-        default="smollm2",
+        default=_DEFAULT_MODEL,
         metavar="DIR|ID|random:SHAPE",
         help="a model folder, a GGUF file, an id of the Hugging Face hub, smollm2 (default), or random:tiny, "
         "random:1b, random:8b: a Llama of that shape with seeded random weights",
@@ -159,13 +188,12 @@ def _parser() -> argparse.ArgumentParser:
         help="device memory for KV on each rank; default: room for a third of the workload, so that the host "
         "cache has something to do",
     )
-    add("--page-size", type=_page, default=16, metavar="N", help="tokens in a page (default: 16)")
+    add("--page-size", type=_page, metavar="N", help="tokens in a page (default: one block)")
     add(
         "--block-size",
         type=_count,
-        default=16,
         metavar="N",
-        help="tokens in a block of the device pool (default: 16)",
+        help="tokens in a block of the device pool (default: 16; in vLLM 32)",
     )
     add(
         "--faults",
@@ -184,6 +212,24 @@ def _parser() -> argparse.ArgumentParser:
         help="how often torchrun starts all ranks again when one has failed (default: 0)",
     )
     return parser
+
+
+def _default_tp(args: argparse.Namespace) -> int:
+    return _DEFAULT_VLLM_TP if args.engine == "vllm" and args.model == _DEFAULT_MODEL else _DEFAULT_TP
+
+
+def _check_vllm(args: argparse.Namespace, block_tokens: int) -> None:
+    """Raises ConfigError for what the main job cannot do in vLLM."""
+    if args.model.startswith("random:"):
+        raise ConfigError(f"model: vLLM reads models from folders; {args.model} has none")
+    if args.dtype not in ("auto", "float32"):
+        raise ConfigError(
+            f"dtype: in vLLM the job compares answers token for token, which takes float32, not {args.dtype}"
+        )
+    if block_tokens % _BLOCK_TOKENS["vllm"]:
+        raise ConfigError(
+            f"block-size: vLLM takes multiples of {_BLOCK_TOKENS['vllm']} tokens, not {block_tokens}"
+        )
 
 
 def _check_script(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Sequence[str]) -> None:

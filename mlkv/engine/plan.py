@@ -45,6 +45,7 @@ class JobPlan(msgspec.Struct, frozen=True):
     """One main job.
 
     Attributes:
+        engine: "builtin" or "vllm", see `mlkv.engine.options.ENGINES`.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16" or "float16".
         pool_pages: pages of the device pool on each rank.
@@ -72,6 +73,7 @@ class JobPlan(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     noise_batch_tokens: int
     faults: str
+    engine: str = "builtin"
     deadline_s: float = 60.0
     tiers: dict[str, Any] = {}
 

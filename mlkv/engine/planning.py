@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 
 from mlkv import MLKVConfig
+from mlkv.engine import on_vllm
 from mlkv.engine.model import DTYPES, Geometry, check_model
 from mlkv.engine.options import Options
 from mlkv.engine.plan import JobPlan, Model
 from mlkv.engine.prompts import read_prompts
-from mlkv.engine.source import prepare_model
+from mlkv.engine.source import PreparedModel, prepare_model
 from mlkv.engine.tokenizer import Tokenizer
 from mlkv.engine.workload import Ask, Demand, default_workload
 from mlkv.errors import ConfigError
@@ -38,12 +40,12 @@ def make_plan(options: Options, run_folder: Path, home: Path, progress: Callable
     device = _device(options)
     dtype = options.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
+        dtype = "bfloat16" if device == "cuda" and options.engine == "builtin" else "float32"
     # What the ranks will set; wrong MLKV_* variables and fault plans are found here.
     tiers = _tiers(options)
     config = MLKVConfig(model="checked", page_tokens=options.page_tokens, faults=options.faults, store=tiers)
     prepared = prepare_model(options.model, home, device_type=device, progress=progress)
-    geometry = check_model(prepared.config(), options.tp)
+    geometry = _check_model(options, prepared)
     tokenizer = prepared.tokenizer()
     page_bytes = geometry.kv_layout(DTYPES[dtype], options.page_tokens).page_bytes
     if options.host_bytes is not None and options.host_bytes < page_bytes:
@@ -75,6 +77,7 @@ def make_plan(options: Options, run_folder: Path, home: Path, progress: Callable
         max_batch_tokens=MAX_BATCH_TOKENS[device],
         noise_batch_tokens=_noise_batch_tokens(demands, device),
         faults=options.faults,
+        engine=options.engine,
         deadline_s=config.agree.deadline_s,
         tiers=tiers,
     )
@@ -93,10 +96,23 @@ def _tiers(options: Options) -> dict[str, Any]:
     return tiers
 
 
+def _check_model(options: Options, prepared: PreparedModel) -> Geometry:
+    if options.engine == "builtin":
+        return check_model(prepared.config(), options.tp)
+    geometry = Geometry.of(prepared.config())
+    on_vllm.check_split(geometry, options.tp)
+    return geometry
+
+
 def _device(options: Options) -> str:
     num_ranks = options.tp * options.dp
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if options.device == "cpu" or (options.device == "auto" and not num_gpus):
+    wanted = options.device
+    if options.engine == "vllm":
+        wanted = on_vllm.device()
+        if options.device not in ("auto", wanted):
+            raise ConfigError(f"device: the vLLM of {sys.executable} is built for {wanted}, not {options.device}")
+    if wanted == "cpu" or (wanted == "auto" and not num_gpus):
         return "cpu"
     if num_gpus < num_ranks:
         raise ConfigError(

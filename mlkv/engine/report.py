@@ -105,6 +105,7 @@ def summarise(
         "world": {"tp": plan.tp, "dp": plan.dp, "backend": plan.backend, "device": plan.device},
         "model": {"name": plan.model.name, "digest": plan.model.digest, "dtype": plan.dtype},
         "settings": {
+            "engine": plan.engine,
             "page_tokens": plan.page_tokens,
             "device_pool_tokens": plan.pool_pages * plan.page_tokens,
             "host_cache_bytes": plan.host_bytes,
@@ -169,8 +170,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     """The table that a person reads."""
     world, model, settings = report["world"], report["model"], report["settings"]
     tokens, before, ttft = report["tokens"], report["tokens_off"], report["ttft_s"]
+    where = " in vLLM" if settings["engine"] == "vllm" else ""
     console.print(
-        f"{model['name']} in {model['dtype']}, tp={world['tp']} dp={world['dp']}, {world['backend']} on "
+        f"{model['name']} in {model['dtype']}{where}, tp={world['tp']} dp={world['dp']}, {world['backend']} on "
         f"{world['device']}: {len(report['requests'])} requests, device pool of "
         f"{settings['device_pool_tokens']:,} tokens",
         soft_wrap=True,

@@ -3,31 +3,24 @@
     torchrun ... -m mlkv.integrations.vllm.job PLAN
 
 Both runs of the workload use one engine. In the run without cache, requests read neither vLLM's prefix cache nor
-mlkv; before the run with it, everything is forgotten.
+mlkv, and nothing of them is stored.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
-import sys
 import time
-import traceback
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from mlkv import ConfigError, MLKVError, MultiLevelCache
+from mlkv import MultiLevelCache
 from mlkv.engine import plan as files
+from mlkv.engine.model import Geometry
 from mlkv.engine.plan import JobPlan
-from mlkv.engine.processes import die_with_parent
+from mlkv.engine.rank import REPLICAS_DEADLINE_S, count_pages, report_rank, run_rank
 from mlkv.engine.workload import Feed
 
-_BLOCK_TOKENS = 32
-"""Of vLLM's KV cache: the smallest block that its CPU backend takes."""
-
-_REPLICAS_DEADLINE_S = 1800.0
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler of a rank lives in the rank
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -36,38 +29,37 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+_WARM_UP_TOKENS = 192
+_WARM_UP_ANSWER_TOKENS = 4
+
 
 class Rank:
     """One rank's vLLM, and what it has to report."""
 
-    def __init__(self, plan: JobPlan) -> None:
-        if plan.model.folder is None:
-            raise ConfigError(f"model: vLLM reads models from folders, {plan.model.name} has none")
-        if not plan.exact:
-            raise ConfigError("dtype: with vLLM the job compares tokens, which needs float32")
-        if plan.page_tokens % _BLOCK_TOKENS:
-            raise ConfigError(f"page-size: vLLM needs a multiple of {_BLOCK_TOKENS}, got {plan.page_tokens}")
+    def __init__(self, plan: JobPlan, folder: Path) -> None:
         self.plan = plan
-        self.folder = Path(plan.run_folder)
-        self.rank = int(os.environ["RANK"])
-        self.replica = self.rank // plan.tp
-        self.is_master = self.rank % plan.tp == 0
-        self.tokenizer = plan.model.prepared().tokenizer()
+        self.folder = folder
+        rank = int(os.environ["RANK"])
+        self.replica = rank // plan.tp
+        self.is_master = rank % plan.tp == 0
+        prepared = plan.model.prepared()
+        self.tokenizer = prepared.tokenizer()
         self._outputs = blake2b(digest_size=16)
-        self._llm = self._start()
+        pool_tokens = plan.pool_pages * plan.page_tokens
+        self._context_tokens = min(Geometry.of(prepared.config()).context_tokens, pool_tokens)
+        self._llm = self._start(pool_tokens)
         self.cache = self._find_cache()
 
-    def _start(self) -> Any:
+    def _start(self, pool_tokens: int) -> Any:
         from vllm import LLM
 
         plan = self.plan
-        pool_tokens = plan.pool_pages * plan.page_tokens
-        context = plan.model.prepared().config().max_position_embeddings
         settings = {
             "model": plan.model.digest,
             "page_tokens": plan.page_tokens,
             "faults": plan.faults,
-            "store": {"host_bytes": plan.host_bytes, "directory": str(self.folder)},
+            "agree": {"deadline_s": plan.deadline_s},
+            "store": {"host_bytes": plan.host_bytes, "directory": plan.run_folder, **plan.tiers},
         }
         return LLM(
             model=plan.model.folder,
@@ -76,9 +68,9 @@ class Rank:
             distributed_executor_backend="external_launcher",
             dtype=plan.dtype,
             enforce_eager=True,
-            block_size=_BLOCK_TOKENS,
-            num_gpu_blocks_override=pool_tokens // _BLOCK_TOKENS + 1,  # vLLM keeps one for itself
-            max_model_len=min(context, pool_tokens),
+            block_size=plan.block_tokens,
+            num_gpu_blocks_override=pool_tokens // plan.block_tokens + 1,  # vLLM keeps one for itself
+            max_model_len=self._context_tokens,
             max_num_seqs=plan.concurrency,
             max_num_batched_tokens=plan.max_batch_tokens,
             seed=0,
@@ -97,23 +89,39 @@ class Rank:
         return cache
 
     def run(self) -> None:
-        """Both runs; leaves the results in the run folder."""
+        """Both runs; leaves the results in the folder of this start."""
+        self._warm_up()
         served: dict[str, list[files.Served]] = {}
         seconds: dict[str, float] = {}
+        problem = ""
         for phase in self.plan.phases:
             start = time.perf_counter()
             served[phase] = self._serve(phase)
             seconds[phase] = time.perf_counter() - start
-            # Only what the run with the cache stored is counted below.
-            emptied = self._llm.reset_prefix_cache(reset_connector=phase == "off")
-            problem = "" if emptied else "vLLM's blocks were not all returned"
+            if not self._llm.reset_prefix_cache():
+                problem = f"after the run with the cache {phase}, vLLM's blocks were not all returned"
         written = self.folder / f"replica{self.replica}.json"
         if self.is_master:
-            audit = self._count_pages()
+            audit = count_pages(self.cache, self.plan, self.folder, self.replica)
             files.write(files.ReplicaResult(self.replica, served, seconds, {}, audit, problem), written)
         else:  # stays a client of the store until it is counted
-            files.wait_for([written], _REPLICAS_DEADLINE_S)
-        self._report()
+            files.wait_for([written], REPLICAS_DEADLINE_S)
+        report_rank(self.cache, self._outputs.hexdigest(), self.plan, self.folder)
+
+    def _warm_up(self) -> None:
+        """What only the first steps of a process pay must not count for the first run."""
+        from vllm import SamplingParams
+
+        length = min(_WARM_UP_TOKENS, self._context_tokens - _WARM_UP_ANSWER_TOKENS)
+        prompt = {"prompt_token_ids": [token % 2 + 1 for token in range(length)]}
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=_WARM_UP_ANSWER_TOKENS,
+            skip_reading_prefix_cache=True,
+            detokenize=False,
+        )
+        self._llm.generate([prompt], params, use_tqdm=False)
+        self._llm.reset_prefix_cache()
 
     def _serve(self, phase: str) -> list[files.Served]:
         from vllm import SamplingParams
@@ -130,11 +138,12 @@ class Rank:
         arrived: dict[str, float] = {}
         first: dict[str, float] = {}
         served: list[files.Served] = []
-        # Replicas without requests left still take part in vLLM's own collectives over all of them.
-        while not feed.done or engine.has_unfinished_requests():
+        while True:
             for ask, tokens in feed.due():
                 arrived[ask.request_id] = time.perf_counter()
                 engine.add_request(ask.request_id, {"prompt_token_ids": tokens}, params)
+            # With several replicas this is a collective over them, so each asks once in a step: one that has no
+            # request left goes on with steps for nothing, in vLLM's other collectives, until all have ended.
             if not engine.has_unfinished_requests():
                 break
             for output in engine.step():
@@ -147,31 +156,13 @@ class Rank:
                     served.append(_served(output, answer, text, start, first[output.request_id]))
                     self._outputs.update(repr((phase, output.request_id, answer)).encode())
                     self._progress(phase, len(served))
+        assert feed.done
         return served
 
     def _progress(self, phase: str, done: int) -> None:
         if self.is_master:
             total = len(self.plan.asks[self.replica])
             files.write(files.Progress(phase, done, total), self.folder / f"progress{self.replica}.json")
-
-    def _count_pages(self) -> files.StoreAudit:
-        """The books of the store once every replica has drained: they share it, and until then hold pages."""
-        (self.folder / f"drained{self.replica}").touch()
-        files.wait_for([self.folder / f"drained{index}" for index in range(self.plan.dp)], _REPLICAS_DEADLINE_S)
-        report = self.cache.audit()
-        return files.StoreAudit(**{name: getattr(report, name) for name in files.StoreAudit.__struct_fields__})
-
-    def _report(self) -> None:
-        stats = self.cache.stats()
-        counted = ("steps", "loaded_pages", "loaded_bytes", "offloaded_pages", "offloaded_bytes")
-        told = (*counted, "failed_loads", "failed_offloads", "agree_us", "channel")
-        result = files.RankResult(
-            rank=self.rank,
-            results_digest=self.cache.results_digest.hex(),
-            outputs_digest=self._outputs.hexdigest(),
-            **{name: getattr(stats, name) for name in told},
-        )
-        files.write(result, self.folder / f"rank{self.rank}.json")
 
 
 def _served(output: Any, answer: list[int], text: str, start: float, first: float) -> files.Served:
@@ -191,22 +182,14 @@ def _served(output: Any, answer: list[int], text: str, start: float, first: floa
     )
 
 
+def _work(plan: JobPlan, folder: Path) -> None:
+    Rank(plan, folder).run()
+
+
 def main() -> None:
-    die_with_parent(signal.SIGKILL)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    rank = int(os.environ["RANK"])
-    logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(levelname)s %(name)s: %(message)s")
-    plan = files.read(Path(sys.argv[1]), JobPlan)
-    try:
-        Rank(plan).run()
-    except BaseException as error:  # reported to the launcher, whatever it is
-        expected, trace = isinstance(error, MLKVError), traceback.format_exc()
-        record = files.RankError(rank, time.time(), type(error).__name__, str(error), expected, trace)
-        files.write(record, Path(plan.run_folder) / f"error{rank}.json")
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # without destructors that wait for the other ranks
+    run_rank(_work)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class _Tracked:
 
     Attributes:
         name: how the facade knows it. A count, because vLLM's ids have a random part that differs between ranks.
-        keyless: without token ids there are no keys.
+        bypasses: goes without the cache: it has no token ids to make keys of, or asks not to read what is cached.
         computed: tokens on the device when it looked up.
         load_blocks: those that the load in flight fills.
         loaded_tokens: by its first load.
@@ -52,7 +52,7 @@ class _Tracked:
 
     request: Request
     name: str
-    keyless: bool
+    bypasses: bool
     look: _Look = _Look.NOT_YET
     computed: int = 0
     hit: Hit = field(default_factory=lambda: Hit(0))
@@ -129,13 +129,13 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         self._num_requests += 1
-        keyless = request.prompt_embeds is not None
-        self._tracked[request.request_id] = _Tracked(request, str(self._num_requests), keyless)
+        bypasses = request.prompt_embeds is not None or request.skip_reading_prefix_cache
+        self._tracked[request.request_id] = _Tracked(request, str(self._num_requests), bypasses)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Tokens beyond `computed` that can be loaded; None while that is not known."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.keyless or not self._settings.loads or request.skip_reading_prefix_cache:
+        if tracked is None or tracked.bypasses or not self._settings.loads:
             return 0
         if tracked.look is _Look.HIT and tracked.hit.start > computed:
             # Blocks that the device had are gone, and the hit does not bring them.
@@ -163,7 +163,7 @@ class SchedulerSide:
         if tracked is None:
             return
         if request.num_computed_tokens == 0:
-            tracked.stale = tracked.keyless
+            tracked.stale = tracked.bypasses
         tracked.valid_tokens = None
         if num_external and tracked.look is _Look.HIT:
             (ids,) = blocks.get_block_ids()
