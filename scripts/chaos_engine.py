@@ -6,6 +6,7 @@ lies in any tier, can be compared with what it must be, not only with a checksum
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import logging
@@ -41,6 +42,9 @@ NUM_KEYS = NUM_ROOTS * _ROOT_PAGES + NUM_PROMPTS * _BRANCH_PAGES
 _PROMPT_TOKENS = (_ROOT_PAGES + _BRANCH_PAGES) * PAGE_TOKENS + 2
 _LANES = 4
 """Requests that an engine has at once."""
+
+_MEET = datetime.timedelta(seconds=10)
+"""For the ranks of a replica to find each other; one that is killed before that never comes."""
 
 _DRAIN_S = 15.0
 _IDLE_S = 0.002
@@ -268,7 +272,8 @@ def run_rank(config: MLKVConfig, rank: int, size: int, folder: Path, name: str, 
     try:
         replica = Replica.single()
         if size > 1:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.meet", rank=rank, world_size=size)
+            meet = f"file://{folder}/{name}.meet"
+            dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=size, timeout=_MEET)
             replica = Replica.from_world(tp=size)
         engine = Engine(config, replica, name, report)
         if reads:

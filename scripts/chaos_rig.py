@@ -8,56 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
-import json
-import mmap
 import multiprocessing
 import os
 import random
-import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import chaos_engine
+from chaos_checks import END_S, Checks
 from chaos_engine import LAYOUT, read_report
-from pydantic import SecretStr
+from chaos_site import DISK_BYTES, HOST_PAGES, MODEL, Case, Ending, Moment, Site, command_line
 
-from mlkv import MLKVConfig, Namespace, cli
-from mlkv.commands.verify import open_folder
-from mlkv.keys import KEY_BYTES, page_keys
-from mlkv.store import Stats, StoreClient
+from mlkv import MLKVConfig
 from mlkv.store import owner as owner_process
 from mlkv.store.rendezvous import is_listening
 from mlkv.store.settings import OwnerSettings
-from mlkv.store.tiers.base import Tier
-from mlkv.store.tiers.open import open_remote
-from mlkv.store_config import Admission, DiskConfig, RemoteConfig
-from tests.store.remote_servers import RedisServer, S3Server, ServerProcess
+from mlkv.store_config import DiskConfig
 
-HOST_PAGES = 64
-DISK_BYTES = (4 << 20) + 160 * (LAYOUT.page_bytes + 128)
-"""Room for fewer than half of the pages that the prompts have."""
-
-_MODEL = "chaos"
 _START_S = 40.0
-_END_S = 30.0
-"""For processes to end, pages to be given back, and sockets to go."""
-
 _REST_S = 0.15
 """How long survivors go on after the strike."""
 
 _PR_SET_CHILD_SUBREAPER = 36
-
-Victim = Literal["owner", "rank", "ranks", "both"]
-Moment = Literal["start", "traffic", "end"]
-Remote = Literal["redis", "s3", "none"]
 
 _LATEST_S: dict[Moment, float] = {"start": 0.7, "traffic": 1.0, "end": 0.06}
 """From when a case's moment begins: the start of the first process, the first load of each engine, and its end."""
@@ -86,88 +64,6 @@ def be_owner(settings: OwnerSettings) -> None:
     sys.exit(owner_process.run(settings))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run; `number` seeds all that is drawn in it.
-
-    Attributes:
-        tp: ranks of the one replica, or 1 for `engines` engines that share the owner.
-        embedded: the first rank starts the owner, instead of somebody by hand.
-        damage: bytes of the disk's files are changed before the restart.
-    """
-
-    number: str
-    victim: Victim
-    moment: Moment
-    tp: int
-    engines: int
-    embedded: bool
-    remote: Remote
-    admission: Admission
-    damage: bool
-
-
-@dataclass
-class Ending:
-    """What a run has found. `struck`: whether the victims still lived; `problems`: what should not be."""
-
-    struck: bool = False
-    problems: list[str] = field(default_factory=list)
-    engines_ended: dict[str, int] = field(default_factory=dict)
-    requests: int = 0
-    pages_loaded: int = 0
-    pages_by_tier: dict[str, int] = field(default_factory=dict)
-    pages_after_restart: dict[str, int] = field(default_factory=dict)
-    pages_compared: dict[str, int] = field(default_factory=dict)
-    damaged: str = ""
-    bad_found: int = 0
-    seconds: float = 0.0
-
-
-class Site:
-    """What outlives the runs: the disk's folder and the remote servers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.disk = folder / "disk"
-        self._servers: dict[Remote, ServerProcess] = {}
-        self.namespace = Namespace(_MODEL, LAYOUT)
-        keys: set[bytes] = set()
-        for number in range(chaos_engine.NUM_PROMPTS):
-            chain = page_keys(chaos_engine.prompt(number), LAYOUT.page_tokens, self.namespace.root())
-            keys.update(chain[at : at + KEY_BYTES] for at in range(0, len(chain), KEY_BYTES))
-        self.keys = keys
-        self.baseline = set(_descendants())
-
-    def remote(self, kind: Remote) -> RemoteConfig | None:
-        """Settings of a remote store that runs; it is started when it is first asked for."""
-        if kind == "none":
-            return None
-        if kind not in self._servers:
-            if kind == "redis":
-                # Room for most of the pages, so that the server evicts.
-                settings = "maxmemory 2300kb\nmaxmemory-policy allkeys-lru"
-                self._servers[kind] = RedisServer(self.folder / "redis", settings=settings)
-            else:
-                self._servers[kind] = S3Server(self.folder / "s3")
-            self._servers[kind].start()
-            self.baseline |= set(_descendants())
-        server = self._servers[kind]
-        if isinstance(server, RedisServer):
-            return RemoteConfig(url=server.url)
-        assert isinstance(server, S3Server)
-        return RemoteConfig(
-            url=f"s3://{server.BUCKET}/kv",
-            endpoint=server.endpoint,
-            access_key_id=SecretStr(server.ACCESS_KEY),
-            secret_access_key=SecretStr(server.SECRET_KEY),
-        )
-
-    def close(self) -> None:
-        for server in self._servers.values():
-            server.kill()
-
-
 class Run:
     """One run: traffic, a strike, the survivors' end, a restart, and all checks."""
 
@@ -179,10 +75,10 @@ class Run:
         self._remote = site.remote(case.remote)
         self._disk = DiskConfig(directory=site.disk, limit_bytes=DISK_BYTES, threads=2)
         self._socket = folder / "sockets" / "chaos.sock"
-        self._shared = set(os.listdir("/dev/shm"))
         self._owner: Any = None
         self._ranks: list[tuple[str, Any]] = []
         self.ending = Ending()
+        self._checks = Checks(site, self._socket, self._remote, self.ending, self._known)
 
     def do(self) -> Ending:
         start = time.monotonic()
@@ -281,8 +177,8 @@ class Run:
     def _owner_pid(self) -> int:
         if self._owner is not None:
             return self._owner.pid if self._owner.exitcode is None else 0
-        for pid in self._left_processes():
-            if "mlkv.store.owner" in _command_line(pid) and str(self._socket) in _command_line(pid):
+        for pid in self._checks.left_processes():
+            if "mlkv.store.owner" in command_line(pid) and str(self._socket) in command_line(pid):
                 return pid
         return 0
 
@@ -299,7 +195,7 @@ class Run:
         store |= {"connect_deadline_s": 20.0, "disk": self._disk, "remote": self._remote}
         store |= {"admission": self._case.admission, "lookup_wait_s": 1.5 if reads else 0.5}
         config = MLKVConfig(
-            model=_MODEL, page_tokens=LAYOUT.page_tokens, store=store, agree={"deadline_s": 15.0}, faults=""
+            model=MODEL, page_tokens=LAYOUT.page_tokens, store=store, agree={"deadline_s": 15.0}, faults=""
         )
         process = _context.Process(
             target=chaos_engine.run_rank, args=(config, rank, size, self._folder, name, reads)
@@ -314,11 +210,11 @@ class Run:
         (self._folder / "stop").touch()
 
     def _wait_for_ranks(self) -> None:
-        end = time.monotonic() + _END_S
+        end = time.monotonic() + END_S
         for name, process in self._ranks:
             process.join(max(0.0, end - time.monotonic()))
             if process.exitcode is None:
-                self._problem(f"{name} did not end within {_END_S} s")
+                self._problem(f"{name} did not end within {END_S} s")
                 process.kill()
                 process.join()
 
@@ -351,18 +247,18 @@ class Run:
 
     def _end_owner(self, was_struck: bool) -> None:
         if self._owner is not None and self._owner.exitcode is None and not was_struck:
-            self._check_books()
+            self._checks.books()
             self._owner.terminate()
-            self._owner.join(_END_S)
+            self._owner.join(END_S)
             if self._owner.exitcode is None:
-                self._problem(f"the owner did not end within {_END_S} s")
+                self._problem(f"the owner did not end within {END_S} s")
                 self._owner.kill()
         if self._owner is not None:
-            self._owner.join(_END_S)
+            self._owner.join(END_S)
             if self._owner.exitcode not in (0, -signal.SIGKILL):
                 self._problem(f"the owner ended with status {self._owner.exitcode}: {self._log_of('owner')}")
         self._owner = None
-        self._check_leftovers(socket_may_stay=was_struck)
+        self._checks.leftovers(socket_may_stay=was_struck)
 
     def _kill_all(self) -> None:
         """After a run that went wrong, so that the next one does not suffer from it."""
@@ -370,7 +266,7 @@ class Run:
             if process is not None and process.exitcode is None:
                 process.kill()
                 process.join()
-        for pid in self._left_processes():
+        for pid in self._checks.left_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -414,120 +310,15 @@ class Run:
         if told.failed_loads and not self.ending.damaged:
             self._problem(f"{told.failed_loads} loads failed after the restart, and nothing was damaged")
         self._ranks = []
-        self._verify("--socket", str(self._socket))
+        self._checks.verify("--socket", str(self._socket))
         self._end_owner(was_struck=False)
-        self._compare_disk()
+        self._checks.compare_disk()
         if self._remote is not None:
-            self._compare_remote()
+            self._checks.compare_remote()
 
-    def _verify(self, *where: str) -> None:
-        """`mlkv verify`. Bad pages are those that were damaged; once removed, there are none."""
-        bad = self._count_bad("verify", *where, "--json", "--remove")
-        self.ending.bad_found += bad
-        if bad and not self.ending.damaged:
-            self._problem(f"mlkv verify finds {bad} bad pages")
-        if bad and self._count_bad("verify", *where, "--json"):
-            self._problem("mlkv verify --remove left bad pages behind")
-
-    def _count_bad(self, *command: str) -> int:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            status = cli.main(command)
-        try:
-            results = json.loads(out.getvalue())
-        except json.JSONDecodeError:
-            self._problem(f"mlkv {' '.join(command)}: status {status}: {out.getvalue()[-500:]}")
-            return 0
-        return sum(len(result["bad"]) for result in results)
-
-    def _check_books(self) -> None:
-        """Nothing is held any more, and every page is accounted for."""
-
-        def problem() -> str:
-            with StoreClient.find(self._socket, group=os.urandom(16), deadline_s=_END_S) as client:
-                books = client.call(Stats(audit=True), _END_S)
-            held = books.leases, books.reservations, books.reserved, books.quarantined
-            # Pages on their way to a tier are pinned, not leased to anybody; hung ones would stay so.
-            hung = sum(tier.hung for tier in books.tiers)
-            balanced = books.free + books.ready == books.num_pages
-            return "" if balanced and not any(held) and not hung and not books.problem else str(books)
-
-        end = time.monotonic() + _END_S
-        while found := problem():
-            if time.monotonic() > end:
-                self._problem(f"the owner still holds something: {found}")
-                return
-            time.sleep(0.05)
-
-    def _compare_disk(self) -> None:
-        compared = 0
-        with contextlib.suppress(StopIteration):
-            for tier, _page_bytes in open_folder(self._site.disk):
-                compared += self._compare("disk", tier)
-        self.ending.pages_compared["disk"] = compared
-        used = sum(path.stat().st_blocks * 512 for path in self._site.disk.rglob("*") if path.is_file())
-        if used > DISK_BYTES:
-            self._problem(f"the disk folder occupies {used} bytes, its limit is {DISK_BYTES}")
-        named = re.compile(r"lock|pages-v[^/]*(/(slab|catalog\.sqlite3(-wal|-shm)?))?")
-        for path in self._site.disk.rglob("*"):
-            if not named.fullmatch(str(path.relative_to(self._site.disk))):
-                self._problem(f"{path} is left in the disk folder")
-
-    def _compare_remote(self) -> None:
-        assert self._remote is not None
-        tier = open_remote(self._remote, LAYOUT.page_bytes)
-        try:
-            tier.connect(memoryview(b""))
-            self.ending.pages_compared["remote"] = self._compare("remote", tier)
-        finally:
-            tier.close()
-
-    def _compare(self, where: str, tier: Tier) -> int:
-        """Every page of a tier is that of its key, byte by byte."""
-        page = mmap.mmap(-1, LAYOUT.page_bytes)  # aligned, as O_DIRECT wants it
-        compared, after = 0, b""
-        while keys := tier.scan(after, 1024):
-            for key in keys:
-                if key not in self._site.keys:
-                    self._problem(f"{where}: there is a page of a key that nobody stored: {key.hex()}")
-                elif not tier.read([key], [memoryview(page)])[0]:
-                    self._problem(f"{where}: {key.hex()} is listed and cannot be read")
-                elif page[LAYOUT.header_bytes :][: LAYOUT.payload_bytes] != chaos_engine.payload(key):
-                    self._problem(f"{where}: {key.hex()} has wrong bytes")
-                compared += 1
-            after = keys[-1]
-        return compared
-
-    def _check_leftovers(self, socket_may_stay: bool) -> None:
-        def problem() -> str:
-            left = {pid: _command_line(pid) for pid in self._left_processes()}
-            if left:
-                return f"processes are left: {left}"
-            folder = self._socket.parent
-            files = [path.name for path in folder.iterdir()] if folder.exists() else []
-            if files and not socket_may_stay:
-                return f"files are left: {files}"
-            shared = [name for name in set(os.listdir("/dev/shm")) - self._shared if "mlkv" in name]
-            if shared:
-                return f"shared memory is left: {shared}"
-            # Nobody else of us lives, so only this process could still keep a pool.
-            memory = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mlkv" in line]
-            return f"memory is still mapped: {memory}" if memory else ""
-
-        end = time.monotonic() + _END_S
-        while found := problem():
-            if time.monotonic() > end:
-                self._problem(found)
-                return
-            time.sleep(0.02)
-
-    def _left_processes(self) -> Iterator[int]:
+    def _known(self) -> set[int]:
         known = {process.pid for _, process in self._ranks}
-        if self._owner is not None:
-            known.add(self._owner.pid)
-        for pid in _descendants():
-            if pid not in self._site.baseline and pid not in known:
-                yield pid
+        return known if self._owner is None else known | {self._owner.pid}
 
     def _log_of(self, name: str) -> str:
         path = self._folder / f"{name}.log"
@@ -543,33 +334,3 @@ def _wait_for(condition: Callable[[], bool], what: str, limit_s: float) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"not within {limit_s} s: {what}")
         time.sleep(0.01)
-
-
-def _descendants(parent: int | None = None) -> Iterator[int]:
-    """Processes below this one that have not ended; its own that have are waited for."""
-    for task in Path(f"/proc/{parent or 'self'}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for pid in map(int, task.read_text().split()):
-                if not _has_ended(pid, reap=parent is None):
-                    yield pid
-                    yield from _descendants(pid)
-
-
-def _has_ended(pid: int, reap: bool) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state != "Z":
-            return False
-        # Not one that somebody here waits for: those are known by their objects.
-        if reap and "forkserver" not in _command_line(pid):
-            os.waitpid(pid, os.WNOHANG)
-    except (FileNotFoundError, ProcessLookupError, ChildProcessError):
-        pass
-    return True
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""

@@ -31,8 +31,10 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from chaos_rig import Admission, Case, Moment, Remote, Run, Site, Victim, prepare
+from chaos_rig import Run, prepare
+from chaos_site import Case, Moment, Remote, Site, Victim
 
+from mlkv.store_config import Admission
 from tests.store.remote_servers import RedisServer, S3Server
 
 VICTIMS: dict[Victim, int] = {"owner": 35, "rank": 20, "ranks": 15, "both": 30}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.job.jobs import TINY, assert_nothing_left, finish, start
-from tests.store.remote_servers import RedisServer
+from tests.store.remote_servers import MooncakeMaster, RedisServer, lending, running
 
 
 @pytest.fixture
@@ -51,16 +51,27 @@ def test_second_job_serves_its_prompts_from_disk(folder: Path, tmp_path: Path) -
     assert [r["answer"] for r in second["requests"]] == [r["answer"] for r in first["requests"]]
 
 
+@pytest.fixture(params=["redis", "mooncake"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URL of a store that outlives the jobs."""
+    kind = {"redis": RedisServer, "mooncake": MooncakeMaster}[request.param]
+    if kind.missing():
+        pytest.skip(kind.missing())
+    with running(kind(tmp_path / request.param)) as server:
+        if isinstance(server, RedisServer):
+            yield server.url
+            return
+        assert isinstance(server, MooncakeMaster)
+        # What a job lends to Mooncake goes with it, so that another host has to lend: this process does.
+        monkeypatch.setenv("MLKV_STORE__REMOTE__SEGMENT_BYTES", "0")
+        with lending(server):
+            yield server.url
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(bool(RedisServer.missing()), reason=RedisServer.missing())
-def test_deployment_with_another_tp_size_reads_what_the_first_one_wrote(folder: Path, tmp_path: Path) -> None:
-    server = RedisServer(tmp_path / "redis")
-    server.start()
-    try:
-        first = run(folder, "--tp", "2", "--remote", server.url)
-        second = run(folder, "--tp", "1", "--remote", server.url)
-    finally:
-        server.kill()
+def test_deployment_with_another_tp_size_reads_what_the_first_one_wrote(folder: Path, remote: str) -> None:
+    first = run(folder, "--tp", "2", "--remote", remote)
+    second = run(folder, "--tp", "1", "--remote", remote)
     assert found_below(first, "remote") == 0
     assert found_below(second, "remote") > 0.2
     assert second["tokens"]["computed"] < 0.3 * first["tokens"]["computed"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import mmap
+import os
 import shutil
 import signal
 import socket
@@ -15,6 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pydantic import ByteSize
+
+from mlkv.store.tiers.open import open_remote
+from mlkv.store_config import RemoteConfig
 
 START_DEADLINE_S = 60.0
 
@@ -228,6 +235,22 @@ def running(server: ServerProcess) -> Iterator[ServerProcess]:
         yield server
     finally:
         server.kill()
+
+
+@contextmanager
+def lending(master: MooncakeMaster, num_bytes: int = 512 << 20) -> Iterator[None]:
+    """Memory for Mooncake's pages that stays when the jobs under test, and what they lent, are gone."""
+    page_bytes = 4096  # of none of the jobs: this tier only lends
+    fd = os.memfd_create("lender")
+    os.ftruncate(fd, page_bytes)
+    memory = memoryview(mmap.mmap(fd, page_bytes))
+    os.close(fd)
+    tier = open_remote(RemoteConfig(url=master.url, segment_bytes=ByteSize(num_bytes)), page_bytes)
+    tier.connect(memory)
+    try:
+        yield
+    finally:
+        tier.close()
 
 
 class SilentServer:

@@ -180,7 +180,7 @@ def test_a_flipped_bit_anywhere_is_a_miss_that_is_counted_and_made_up_for(below:
     rank = new_rank(below, sockets)
     for place, tokens in PROMPTS.items():
         rank.poison()
-        assert rank.fetch(place, tokens, slots) == 3 * PAGE_TOKENS, place
+        assert rank.fetch(place, tokens, slots) == 3 * PAGE_TOKENS, (place, rank.cache.audit())
         assert rank.wrong_tokens(tokens[:-1], slots[:-1]) == []
     assert rank.cache.counters.loaded_pages_by_tier == {rank.cache.audit().tiers[0].name: 3 * len(PROMPTS)}
     rank.cache.close()
