@@ -66,6 +66,7 @@ def connect(config: MLKVConfig, layout: KVLayout, replica: Replica) -> StoreClie
             remote=config.store.remote,
             admission=config.store.admission,
             policy=config.store.policy,
+            interleave=config.store.interleave,
             quotas=config.store.quotas,
             metrics=config.metrics,
         )

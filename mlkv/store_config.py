@@ -107,6 +107,11 @@ class StoreConfig(Section):
         description="the most of the host pool that pages of a model (as the setting `model` names it) may take; "
         '"*": each model that is not named. Default: no limit',
     )
+    interleave: bool = Field(
+        default=True,
+        description="take the pool's memory from all memory nodes of the host in turn, and not from the node of "
+        "whoever touches it first",
+    )
     admission: Admission = Field(
         default="write",
         description="when pages go to the lower tiers: once they are complete, when they are found for the second "

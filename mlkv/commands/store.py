@@ -68,6 +68,7 @@ def owner_settings(options: argparse.Namespace, config: MLKVConfig) -> OwnerSett
         remote=store.remote,
         admission=store.admission,
         policy=store.policy,
+        interleave=store.interleave,
         quotas=dict(store.quotas),
         metrics=config.metrics,
     )

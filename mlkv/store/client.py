@@ -103,6 +103,7 @@ class StoreClient:
         remote: RemoteConfig | None = None,
         admission: Admission = "write",
         policy: PolicyName = DEFAULT_POLICY,
+        interleave: bool = True,
         quotas: Mapping[str, int] | None = None,
         metrics: MetricsConfig | None = None,
     ) -> StoreClient:
@@ -115,8 +116,8 @@ class StoreClient:
             group: token of the replica, equal on all of its ranks and on no others.
             rank: group rank, for messages.
             deadline_s: for all of it.
-            linger_s, log_file, disk, remote, admission, policy, quotas, metrics: for an owner that has to be
-                started, see OwnerSettings and StoreConfig.
+            linger_s, log_file, disk, remote, admission, policy, interleave, quotas, metrics: for an owner that has
+                to be started, see OwnerSettings and StoreConfig.
 
         Raises ConfigError for settings that cannot be, StoreError when the owner refuses or does not start,
         DeadlineExceeded when it takes too long.
@@ -134,6 +135,7 @@ class StoreClient:
             remote=remote,
             admission=admission,
             policy=policy,
+            interleave=interleave,
             quotas=dict(quotas or {}),
             metrics=metrics or MetricsConfig(),
         )

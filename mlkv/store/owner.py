@@ -346,7 +346,7 @@ def start(settings: OwnerSettings) -> Owner:
         raise StoreError(f"another owner serves {settings.socket_path} already")
     settings.socket_path.unlink(missing_ok=True)
     num_pages = pool_pages(settings.host_bytes, settings.page_bytes)
-    pool_fd = create_pool_file(num_pages, settings.page_bytes)
+    pool_fd = create_pool_file(num_pages, settings.page_bytes, interleaved=settings.interleave)
     pool = HostPool(pool_fd, num_pages, settings.page_bytes)
     # Pages of earlier owners lie in the tiers. No owner writes a page each nanosecond, so none of those has a
     # generation that this one will give.

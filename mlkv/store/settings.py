@@ -31,6 +31,7 @@ class OwnerSettings(Section):
     remote: RemoteConfig | None = None
     admission: Admission = "write"
     policy: PolicyName = DEFAULT_POLICY
+    interleave: bool = Field(default=True, description="spread the pool over the memory nodes of the host")
     quotas: dict[str, int] = Field(default={})
     """Bytes by model, see StoreConfig."""
     metrics: MetricsConfig = MetricsConfig()
