@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -127,3 +128,14 @@ def test_a_long_prompt_has_as_many_keys_as_pages_and_all_differ() -> None:
     pages = {keys[at : at + 16] for at in range(0, len(keys), 16)}
     assert len(pages) == 10_000
     assert all(left != right for left, right in pairwise(sorted(pages)))
+
+
+def test_every_epoch_has_keys_of_its_own_and_the_first_those_of_a_namespace_that_never_had_another() -> None:
+    roots = set()
+    for epoch in range(3):
+        made = dataclasses.replace(namespace(), epoch=epoch)
+        assert made.fingerprint == namespace().fingerprint
+        roots |= {made.root(), made.root(salt="s"), made.root(adapter="a"), made.root(media=["m"])}
+    assert len(roots) == 12
+    assert namespace().root() == namespace().fingerprint
+    assert {namespace().root(salt="s")} < roots
