@@ -16,6 +16,4 @@ class MetricsConfig(Section):
         le=65535,
         description="of the owner; rank r (counted over all replicas) has port + 1 + r. 0: no metrics",
     )
-    address: str = Field(
-        default="127.0.0.1", description="to listen at; default: only from this host"
-    )
+    address: str = Field(default="127.0.0.1", description="to listen at; default: only from this host")
