@@ -148,12 +148,12 @@ def test_memory_of_a_page_is_bounded(policy: PolicyName):
 def test_while_nothing_was_learned_the_least_recently_used_leaf_goes():
     chance = random.Random(5)
     ours, lru = new_index("hit-density", 30), new_index("lru", 30)
-    for number in range(100):
+    for number in range(40):
         text = f"{number:03}"[::-1] + "x" * chance.randint(0, 3)
         for index in (ours, lru):
             index.commit((writing := index.reserve(chain(text))).id, len(writing.pages))
-    assert [holds(ours, f"{number:03}"[::-1]) for number in range(100)] == [
-        holds(lru, f"{number:03}"[::-1]) for number in range(100)
+    assert [holds(ours, f"{number:03}"[::-1]) for number in range(40)] == [
+        holds(lru, f"{number:03}"[::-1]) for number in range(40)
     ]
 
 
