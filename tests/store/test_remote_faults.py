@@ -101,6 +101,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     engine.close()
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("event", ["connect", "write", "read"])
 def test_a_connection_that_breaks_anywhere_costs_pages_and_never_the_truth(engine: Engine, event: Event) -> None:
     pool = Pool(PAGE_BYTES, 2 * NUM_KEYS)
