@@ -75,7 +75,7 @@ def run(task: dict[str, Any], progress: Path) -> dict[str, Any]:
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [list(output.outputs[0].token_ids) for output in llm.generate(requests, sampling, use_tqdm=False)]
 
-    rounds, seconds = [], []
+    rounds, seconds, hit_tokens = [], [], []
     prompts = first_prompts()
     for number in range(task.get("rounds", 3)):
         progress.write_text(str(number))
@@ -87,11 +87,16 @@ def run(task: dict[str, Any], progress: Path) -> dict[str, Any]:
             rounds.append(task["first_answers"])
         if number:
             prompts = next_prompts(prompts, rounds[-1])
+        hit_tokens.append(_metric(llm, "vllm:external_prefix_cache_hits") - sum(hit_tokens))
         assert _reset(llm), "the engine still holds blocks"
+        if number in task.get("invalidate_after", ()):
+            assert llm.reset_prefix_cache(reset_connector=True)
     return {
         "rounds": rounds,
         "seconds": seconds,
-        "hit_tokens": _metric(llm, "vllm:external_prefix_cache_hits"),
+        "hit_tokens": sum(hit_tokens),
+        "hit_tokens_by_round": hit_tokens,
+        "pages_from_disk": _metric(llm, "vllm:mlkv_loaded_pages_from_disk"),
         "failed_loads": _metric(llm, "vllm:mlkv_failed_loads"),
         "preemptions": _metric(llm, "vllm:num_preemptions"),
     }

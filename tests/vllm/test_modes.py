@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,35 @@ def test_what_two_ranks_stored_one_reads(run: Run, truth: Truth) -> None:
     assert first.kind == "done", first.log
     task = with_mlkv(1, None, from_second=True, first_answers=truth[0], extra={"store": store, "model": "tiny"})
     check("TP=1 reads what TP=2 wrote", run(**task), truth)
+
+
+def test_a_job_reads_from_disk_what_an_earlier_one_wrote(run: Run, truth: Truth, tmp_path: Path) -> None:
+    disk = {"directory": str(tmp_path / "kv"), "limit_bytes": "256MiB"}
+    # Nothing outlives the first job but the disk: it has a store of its own, which ends with it. On a busy machine
+    # a lookup may wait for long.
+    store = {**STORE, "disk": disk, "answer_deadline_s": 30.0}
+    first = run(**with_mlkv(2, "external_launcher", rounds=1, extra={"store": store, "model": "tiny"}))
+    assert first.kind == "done", first.log
+    assert first.ranks[0]["pages_from_disk"] == 0
+    # Two rounds: the prompts of before, then the talks going on from them.
+    task = with_mlkv(2, "external_launcher", from_second=True, first_answers=truth[0])
+    task["extra"] = {**task["extra"], "store": store, "model": "tiny"}
+    ranks = check("TP=2, torchrun, after a restart from disk", run(**task), truth)
+    assert ranks[0]["hit_tokens_by_round"][1] > 1000
+    assert ranks[0]["pages_from_disk"] * 64 > 1000
+
+
+@pytest.mark.parametrize(("tp", "backend"), [(2, "external_launcher"), (2, "mp")])
+def test_a_reset_of_the_connector_forgets_everything_on_every_rank(
+    run: Run, truth: Truth, tmp_path: Path, tp: int, backend: str
+) -> None:
+    disk = {"directory": str(tmp_path / "kv"), "limit_bytes": "256MiB"}
+    task = with_mlkv(tp, backend, invalidate_after=[0], extra={"store": {**STORE, "disk": disk}, "faults": SLOW})
+    name = "torchrun" if backend == "external_launcher" else "mp executor"
+    ranks = check(f"TP=2, {name}, reset_connector", run(**task), truth)
+    for rank in ranks:
+        assert rank["hit_tokens_by_round"][1] == 0  # the prompts of the first round again
+        assert rank["hit_tokens_by_round"][2] > 1000  # stored after the reset
 
 
 def test_without_agreement_the_same_job_goes_wrong(run: Run, truth: Truth) -> None:

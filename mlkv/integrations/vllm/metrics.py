@@ -21,6 +21,11 @@ _COUNTERS = {
     "failed_offloads": "Stores that failed on some rank.",
 }
 
+_BY_TIER = {
+    "loaded_pages_from_disk": "Of the pages loaded, those that the disk had brought for their lookup.",
+    "loaded_pages_from_remote": "Of the pages loaded, those that the remote store had brought for their lookup.",
+}
+
 
 class MLKVStats(KVConnectorStats):  # type: ignore[misc]
     """What was counted in an interval; `data` maps the name of a counter to its increase."""
@@ -50,6 +55,7 @@ class StatsSource:
 
     def __init__(self) -> None:
         self._last: tuple[int, ...] = (0,) * len(_COUNTERS)
+        self._last_by_tier = dict.fromkeys(_BY_TIER, 0)
 
     def take(self, counters: CacheStats) -> MLKVStats | None:
         """What was counted since the last call, if anything."""
@@ -58,7 +64,17 @@ class StatsSource:
             return None
         increases = {name: now - then for name, now, then in zip(_COUNTERS, values, self._last, strict=True)}
         self._last = values
+        by_tier = _loaded_by_tier(counters)
+        increases |= {name: count - self._last_by_tier[name] for name, count in by_tier.items()}
+        self._last_by_tier = by_tier
         return MLKVStats(data=increases)
+
+
+def _loaded_by_tier(counters: CacheStats) -> dict[str, int]:
+    """A remote store goes by what it is (redis, s3, mooncake); there is one at most."""
+    pages = counters.loaded_pages_by_tier
+    disk = pages.get("disk", 0)
+    return dict(zip(_BY_TIER, (disk, sum(pages.values()) - disk), strict=True))
 
 
 class MLKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -67,7 +83,7 @@ class MLKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._counters = {}
-        for name, text in _COUNTERS.items():
+        for name, text in (_COUNTERS | _BY_TIER).items():
             counter = self._counter_cls(name=f"vllm:mlkv_{name}", documentation=text, labelnames=self._labelnames)
             self._counters[name] = {
                 engine: counter.labels(*labels) for engine, labels in self.per_engine_labelvalues.items()
