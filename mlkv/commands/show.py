@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from mlkv.store import Report
+
+_WIDEST_COLUMNS: Final = 1000
 
 
 def print_json(value: Any) -> None:
@@ -17,16 +20,17 @@ def print_json(value: Any) -> None:
 
 
 def print_table(*tables: Table) -> None:
-    console = Console(soft_wrap=False)
-    for table in tables:
-        console.print(table)
+    """Each as wide as it is: a key that was broken over two lines could not be copied."""
+    console = Console(width=_WIDEST_COLUMNS)
+    for made in tables:
+        Console(width=Measurement.get(console, console.options, made).maximum).print(made)
 
 
 def table(title: str, columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
     """An empty table; columns in `right` hold numbers."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        made.add_column(column, justify="right" if column in right else "left", no_wrap=True)
     return made
 
 

@@ -218,6 +218,18 @@ def test_stats_and_ls_tell_what_is_there(host: Host, ask: Callable[..., Any]) ->
     assert len(ask("ls", "--tier", "disk", "--limit", "2")) == 2
 
 
+def test_keys_are_printed_whole_however_narrow_the_terminal(
+    host: Host, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.start("--page-bytes", str(PAGE_BYTES))
+    engine = host.engine()
+    keys = engine.keys(stored(engine))
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["ls", "--pages", "--socket", str(host.socket)]) == 0
+    out = capsys.readouterr().out
+    assert all(keys[at : at + 16].hex() in out for at in range(0, len(keys), 16))
+
+
 def test_clear_forgets_everything_in_every_tier(host: Host, ask: Callable[..., Any]) -> None:
     host.start("--page-bytes", str(PAGE_BYTES))
     engine = host.engine()
