@@ -58,7 +58,7 @@ def main() -> int:
     if missing:
         prepare()
         with tempfile.TemporaryDirectory(prefix="mlkv-chaos-", dir=chosen.folder) as folder:
-            site = Site(Path(folder))
+            site = Site(Path(folder).absolute())
             try:
                 for case in missing:
                     found[case.number] = row = run(case, site)
