@@ -96,6 +96,10 @@ def run_main_job(options: Options, console: Console) -> int:
     with ExitStack() as stack:
         folder = _run_folder(stack)
         plan = _plan(options, folder, console)
+        if plan.engine == "vllm":
+            from mlkv.engine.on_vllm import no_shared_memory_left
+
+            stack.enter_context(no_shared_memory_left())
         report = _run(plan, options, console)
     from mlkv.engine.report import print_report
 

@@ -5,9 +5,38 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from mlkv.engine.model import Geometry
 from mlkv.errors import ConfigError
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def no_shared_memory_left() -> Iterator[None]:
+    """Removes at its end what vLLM's ranks on CPU have left in shared memory, as they do when they are killed."""
+    before = _segments()
+    try:
+        yield
+    finally:
+        for path in _segments() - before:
+            if not _is_mapped(path):  # else it is another job's
+                path.unlink(missing_ok=True)
+
+
+def _segments() -> set[Path]:
+    return set(_SHARED_MEMORY.glob("*cpushm*"))
+
+
+def _is_mapped(path: Path) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # of another user, or has just ended
+            if str(path) in maps.read_text(errors="replace"):
+                return True
+    return False
 
 
 def device() -> str:

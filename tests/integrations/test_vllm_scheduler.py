@@ -93,8 +93,8 @@ class Bench:
         self.bad_blocks: set[int] = set()
         self.good_tokens: list[int] = []  # of failed loads
 
-    def new(self, name: str, tokens: list[int]) -> Request:
-        request = Request(name, list(tokens), len(tokens))
+    def new(self, name: str, tokens: list[int], **more: Any) -> Request:
+        request = Request(name, list(tokens), len(tokens), **more)
         self.side.on_new_request(request)  # type: ignore[arg-type]
         return request
 
@@ -290,14 +290,17 @@ def test_what_was_computed_before_a_clear_is_not_stored_after_it(bench: Bench) -
     assert bench.admit(bench.new("third", TOKENS)) == 32
 
 
-def test_requests_that_must_not_read_the_cache_do_not(bench: Bench) -> None:
+def test_requests_that_must_not_read_the_cache_go_without_it(bench: Bench) -> None:
+    fresh = bench.new("fresh", TOKENS, skip_reading_prefix_cache=True)
+    assert bench.admit(fresh) == 0
+    bench.step(fresh)
+    bench.finish(fresh)
+    bench.settle()
+    assert bench.cache.counters.offloaded_pages == 0
     bench.store(TOKENS)
-    plain = bench.new("plain", TOKENS)
-    plain.skip_reading_prefix_cache = True
-    salted = bench.new("salted", TOKENS)
-    salted.cache_salt = "tenant"
-    assert bench.side.matched_tokens(plain, 0) == 0  # type: ignore[arg-type]
-    assert bench.admit(salted) == 0
+    again = bench.new("again", TOKENS, skip_reading_prefix_cache=True)
+    assert bench.side.matched_tokens(again, 0) == 0  # type: ignore[arg-type]
+    assert bench.admit(bench.new("salted", TOKENS, cache_salt="tenant")) == 0
 
 
 def test_only_requests_in_flight_are_remembered(bench: Bench) -> None:

@@ -5,6 +5,7 @@ tests/vllm/test_main_job.py runs the job itself.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import subprocess
@@ -144,6 +145,22 @@ def test_what_does_not_fit_model_or_machine_ends_before_a_rank_is_started(
     model = make_model(tmp_path / "model")
     assert launch.main(["--engine", "vllm", "--model", str(model), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_shared_memory_of_killed_ranks_is_removed_and_that_of_others_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_vllm, "_SHARED_MEMORY", tmp_path)
+    earlier, left, in_use = (tmp_path / f"-tp:0-[{ranks}]-cpushm_0" for ranks in ("0-1", "0-1-2", "0"))
+    earlier.touch()
+    in_use.write_bytes(bytes(mmap.PAGESIZE))
+    with open(in_use, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        in_use.rename(tmp_path / "moved")
+        with on_vllm.no_shared_memory_left():
+            left.touch()
+            (tmp_path / "moved").rename(in_use)
+            (tmp_path / "psm_of_others").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {earlier.name, in_use.name, "psm_of_others"}
 
 
 # -- launch.sh: which Python runs the job ------------------------------------------------------------------------
