@@ -132,6 +132,11 @@ class StoreAudit(msgspec.Struct, frozen=True):
     reservations: int
     problem: str
 
+    @classmethod
+    def unknown(cls, problem: str) -> StoreAudit:
+        """Where nobody could count."""
+        return cls(0, 0, 0, 0, 0, 0, 0, problem)
+
     @property
     def conserved(self) -> bool:
         held = self.reserved, self.quarantined, self.leases, self.reservations

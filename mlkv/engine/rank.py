@@ -19,7 +19,7 @@ from mlkv.engine.plan import JobPlan
 from mlkv.engine.processes import die_with_parent
 from mlkv.engine.source import silence_transformers
 from mlkv.engine.watch import RankGone, Watch
-from mlkv.errors import RankLost
+from mlkv.errors import RankLost, StoreLost
 
 REPLICAS_DEADLINE_S = 1800.0
 """For the other replicas to finish, before the store that all of them share is counted and a rank may end."""
@@ -55,12 +55,18 @@ def run_rank(work: Callable[[JobPlan, Path], None]) -> None:
 
 
 def count_pages(cache: MultiLevelCache, plan: JobPlan, folder: Path, replica: int) -> files.StoreAudit:
-    """The books of the store once every replica has drained: they share it, and until then hold pages."""
+    """The books of the store once every replica has drained: they share it, and until then hold pages.
+
+    Where its owner is gone there are none: the audit fails and says so, and what was served is still compared.
+    """
     (folder / f"drained{replica}").touch()
     files.wait_for([folder / f"drained{index}" for index in range(plan.dp)], REPLICAS_DEADLINE_S)
     give_up_at = time.monotonic() + DRAIN_DEADLINE_S
     while True:
-        report = cache.audit()
+        try:
+            report = cache.audit()
+        except StoreLost as error:
+            return files.StoreAudit.unknown(str(error))
         audit = files.StoreAudit(**{name: getattr(report, name) for name in files.StoreAudit.__struct_fields__})
         # What is still written to lower tiers, or read from them, is held until that is over.
         if audit.conserved or not plan.tiers or time.monotonic() > give_up_at:
