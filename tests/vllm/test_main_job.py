@@ -40,7 +40,8 @@ def test_main_job_passes_its_audits_in_vllm(model: str, folder: Path, tmp_path: 
     )
     assert report["audits"] == {"outputs_equal": True, "ranks_equal": True, "pages_conserved": True}
     assert report["settings"]["engine"] == "vllm"
-    assert tokens["host"] > tokens["computed"]
+    assert tokens["host"] > 1000
+    assert tokens["computed"] < before["computed"] / 2
     assert before["host"] == before["device"] == 0  # the run to compare with had no cache
     assert sum(tokens.values()) == sum(before.values()) == sum(r["prompt_tokens"] for r in report["requests"])
     assert_nothing_left(folder)
