@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.job.jobs import TINY, assert_nothing_left, finish, start
+from mlkv.engine import plan as files
+from tests.job.jobs import TINY, assert_nothing_left, eventually, finish, processes_of, start
 from tests.store.remote_servers import MooncakeMaster, RedisServer, lending, running
 
 
@@ -75,6 +78,44 @@ def test_deployment_with_another_tp_size_reads_what_the_first_one_wrote(folder: 
     assert found_below(first, "remote") == 0
     assert found_below(second, "remote") > 0.2
     assert second["tokens"]["computed"] < 0.3 * first["tokens"]["computed"]
+
+
+def owner_of(folder: Path) -> int | None:
+    owners = [pid for pid, line in processes_of(folder).items() if "mlkv.store.owner" in line]
+    return owners[0] if owners else None
+
+
+def requests_served(folder: Path, phase: str) -> int:
+    """Of the job's first replica, in this phase."""
+    for path in folder.glob("mlkv-job-*/start*/progress0.json"):
+        progress = files.read(path, files.Progress)
+        return progress.done if progress.phase == phase else 0
+    return 0
+
+
+@pytest.mark.timeout(400)
+def test_outputs_stay_equal_when_the_owner_is_killed_and_the_next_job_finds_its_pages(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = folder / "home" / "report.json"
+    disk = ("--disk", str(tmp_path / "kv"), "--disk-bytes", "1GiB")
+    job = start(folder, *TINY, "--max-new-tokens", "8", "--json", str(path), *disk)
+    eventually(lambda: requests_served(folder, "on") >= 3, "some requests were served with the cache", 150.0)
+    owner = owner_of(folder)
+    assert owner is not None
+    os.kill(owner, signal.SIGKILL)
+    status, out, err = finish(job)
+    assert_nothing_left(folder)
+    assert path.exists(), err + out
+    report = json.loads(path.read_text())
+    assert report["audits"]["outputs_equal"], err + out
+    assert report["audits"]["ranks_equal"]
+    # The books went with the owner.
+    assert status == 1
+    assert not report["audits"]["pages_conserved"]
+    after = run(folder, *disk)
+    assert found_below(after, "disk") > 0
+    assert [r["answer"] for r in after["requests"]] == [r["answer"] for r in report["requests"]]
 
 
 def test_disk_folder_that_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
