@@ -57,7 +57,7 @@ def freeze(value: object, left_out: frozenset[str], seen: dict[int, int] | None 
         return value
     if isinstance(value, (np.ndarray, array)):
         return value.tobytes()
-    if isinstance(value, bytearray):
+    if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
     if isinstance(value, tuple):
         return tuple([freeze(part, left_out, seen) for part in value])

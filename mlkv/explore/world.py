@@ -33,7 +33,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -351,7 +351,7 @@ class VirtualWorld(World):
         buffer = io.BytesIO()
         pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
         # Slots of offloads that wait for their pages. The general way of torch takes half a millisecond.
-        pickler.dispatch_table = {torch.Tensor: _reduce_slots}
+        pickler.dispatch_table = {torch.Tensor: _reduce_slots, memoryview: _reduce_view}
         pickler.dump(self)
         return buffer.getvalue()
 
@@ -360,6 +360,16 @@ class VirtualWorld(World):
 
     def simpler(self, actions: Sequence[Action]) -> Iterator[list[Action]]:
         return simpler(actions, self.shape.num_ranks)
+
+
+def _reduce_view(view: memoryview) -> tuple[Callable[[Any, str], memoryview], tuple[object, str]]:
+    """The index keeps views of whole arrays beside these, for quick access; each stays a view of its array."""
+    return _view_of, (view.obj, view.format)
+
+
+def _view_of(array: Any, item_format: str) -> memoryview:
+    view = memoryview(array)
+    return view if view.format == item_format else view.cast("B")
 
 
 def _reduce_slots(slots: torch.Tensor) -> tuple[Callable[[list[int]], torch.Tensor], tuple[list[int]]]:

@@ -37,7 +37,6 @@ class KeyTable:
         self._known: NDArray[np.bool_] = np.zeros(num_pages + 1, np.bool_)
         self._known[num_pages] = True
         self._keys: Keys = np.zeros((num_pages, 2), np.uint64)
-        self._low = self._keys[:, 0]
         # Single elements are read through these views: several times faster than indexing an array.
         self._head_at = self._head.data
         self._next_at = self._next.data
@@ -82,7 +81,7 @@ class KeyTable:
         page = page[at]
         end = len(keys)
         while len(at):
-            equal = self._low[page] == keys[at, 0]
+            equal = self._keys[page, 0] == keys[at, 0]
             if equal.any():  # as good as always the same key
                 equal = (self._keys[page] == keys[at]).all(axis=1)
                 end = min(end, int(at[equal.argmax()]) if equal.any() else end)

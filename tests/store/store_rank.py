@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 from store_helpers import chain
 
 from mlkv.errors import MLKVError
@@ -71,7 +72,7 @@ def main() -> None:
             answer = getattr(rank, command)(**arguments)
         except MLKVError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(msgspec.to_builtins(answer)), flush=True)
 
 
 if __name__ == "__main__":
