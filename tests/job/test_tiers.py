@@ -16,6 +16,8 @@ from mlkv.engine import plan as files
 from tests.job.jobs import TINY, assert_nothing_left, eventually, finish, processes_of, start
 from tests.store.remote_servers import MooncakeMaster, RedisServer, lending, running
 
+SENTENCE = "What does it take to keep the pages of a prompt, and to find them again on another day? "
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -73,8 +75,12 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.timeout(400)
 def test_deployment_with_another_tp_size_reads_what_the_first_one_wrote(folder: Path, remote: str) -> None:
-    first = run(folder, "--tp", "2", "--remote", remote)
-    second = run(folder, "--tp", "1", "--remote", remote)
+    # Fewer and shorter prompts than the default ones, so that every store can have its turn.
+    prompts = folder / "home" / "prompts.txt"
+    prompts.write_text("".join(f"{number} {SENTENCE * 12}\n" for number in range(6)))
+    few = ("--prompts", str(prompts))
+    first = run(folder, "--tp", "2", "--remote", remote, *few)
+    second = run(folder, "--tp", "1", "--remote", remote, *few)
     assert found_below(first, "remote") == 0
     assert found_below(second, "remote") > 0.2
     assert second["tokens"]["computed"] < 0.3 * first["tokens"]["computed"]
