@@ -21,7 +21,17 @@ from mlkv.keys import KEY_BYTES
 from mlkv.layout import KVLayout, RankSlice
 from mlkv.observe import Observer, TaskKind
 from mlkv.planner import EpochAnswer, HitAnswer, Planner, ReserveAnswer
-from mlkv.tasks import CacheStats, Failure, Hit, LoadStatus, LoadTask, OffloadStatus, OffloadTask, StepResult
+from mlkv.tasks import (
+    NOTHING_TOLD,
+    CacheStats,
+    Failure,
+    Hit,
+    LoadStatus,
+    LoadTask,
+    OffloadStatus,
+    OffloadTask,
+    StepResult,
+)
 
 _INVALIDATED = "the cache was invalidated meanwhile"
 
@@ -250,6 +260,8 @@ class Lifecycle:
 
     def apply(self, agreed: Agreed) -> StepResult:
         """Take what a step agreed, facts before marks, and tell what it means for the engine."""
+        if not (self._early or self._early_released or agreed.facts or any(agreed.popped)):
+            return NOTHING_TOLD
         early, self._early = self._early, []
         result = StepResult(released=self._early_released)
         self._early_released = []

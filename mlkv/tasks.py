@@ -39,6 +39,8 @@ class Failure:
 class StepResult:
     """What one step agreed; identical on every rank of the replica. Keys and entries are request ids.
 
+    Only to be read: steps that have nothing to tell share one.
+
     Attributes:
         hits: answered lookups.
         loaded: complete loads, with the number of tokens now valid on the device.
@@ -59,6 +61,10 @@ class StepResult:
     def __bool__(self) -> bool:
         """Whether the step has anything to tell."""
         return bool(self.hits or self.loaded or self.failed or self.released or self.offloaded or self.unstored)
+
+
+NOTHING_TOLD = StepResult()
+"""Of an idle step: making a new one would be a fifth of the step's cost."""
 
 
 class LoadStatus(Enum):

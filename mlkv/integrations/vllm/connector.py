@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_NO_ORDERS = StepOrders()
+"""Where scheduler and worker share a process and need none."""
+
 
 class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One of these in vLLM's scheduler, one in each worker.
@@ -117,6 +120,8 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None:
             return KVConnectorTransferResults()
         outcome = self._worker.step()
+        if not outcome:
+            return KVConnectorTransferResults()
         self._bad_blocks = outcome.bad_blocks
         return KVConnectorTransferResults(finished_recving=outcome.received)
 
@@ -131,7 +136,11 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> MLKVStats | None:
         if self._central is not None:
             return self._stats.take(self._central.cache.counters)
-        if self.role is KVConnectorRole.WORKER and isinstance(self._worker, LocalRank):
+        if (
+            self.role is KVConnectorRole.WORKER
+            and isinstance(self._worker, LocalRank)
+            and not self._worker.is_idle
+        ):
             return self._stats.take(self._worker.cache.counters)
         return None
 
@@ -163,7 +172,7 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._side.scheduled(scheduler_output)
-        return StepOrders() if self._central is None else self._central.plan()
+        return _NO_ORDERS if self._central is None else self._central.plan()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._central is not None:

@@ -16,6 +16,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from mlkv import (
+    CacheStats,
     DeadlineExceeded,
     MultiLevelCache,
     RankSlice,
@@ -25,7 +26,7 @@ from mlkv import (
     TransferReport,
     TransferWorker,
 )
-from mlkv.integrations.vllm.scheduler import Outcome, SchedulerSide
+from mlkv.integrations.vllm.scheduler import NO_OUTCOME, Outcome, SchedulerSide
 from mlkv.integrations.vllm.settings import Settings
 
 _DRAIN_DEADLINE_S = 60.0
@@ -66,7 +67,8 @@ class LocalRank:
         replica, rank_slice = self._place(settings)
         self.cache = MultiLevelCache(settings.config, settings.layout, pool, replica, rank_slice=rank_slice)
         self.scheduler: SchedulerSide | None = None
-        self._early = Outcome()
+        self._has_counted = False
+        self._early = NO_OUTCOME
 
     def _place(self, settings: Settings) -> tuple[Replica, RankSlice | None]:
         """The ranks to agree with, and the heads of this one if not the usual."""
@@ -87,11 +89,13 @@ class LocalRank:
     def step(self) -> Outcome:
         """The one step of the cache in a step of the engine."""
         assert self.scheduler is not None
-        outcome = self.scheduler.on_step(self.cache.step())
-        if self._early.received or self._early.bad_blocks:
-            early, self._early = self._early, Outcome()
-            outcome.received |= early.received
-            outcome.bad_blocks |= early.bad_blocks
+        result = self.cache.step()
+        if result or self.cache.pending:
+            self._has_counted = True
+        outcome = self.scheduler.on_step(result)
+        if self._early:
+            early, self._early = self._early, NO_OUTCOME
+            return early.plus(outcome)
         return outcome
 
     def drain(self) -> None:
@@ -105,10 +109,16 @@ class LocalRank:
         while self.cache.pending:
             if time.monotonic() > give_up_at:
                 raise DeadlineExceeded(f"{self.cache.pending} copies did not end within {_DRAIN_DEADLINE_S:g} s")
-            outcome = self.scheduler.on_step(self.cache.step())
-            self._early.received |= outcome.received
-            self._early.bad_blocks |= outcome.bad_blocks
+            self._has_counted = True
+            self._early = self._early.plus(self.scheduler.on_step(self.cache.step()))
             time.sleep(_DRAIN_POLL_S)
+
+    def take_counters(self) -> CacheStats | None:
+        """The cache's counters, unless they are what they were at the last call."""
+        if not self._has_counted:
+            return None
+        self._has_counted = False
+        return self.cache.counters
 
     def close(self) -> None:
         self.cache.close()

@@ -86,6 +86,17 @@ class Outcome:
     received: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell vLLM."""
+        return bool(self.received or self.bad_blocks)
+
+    def plus(self, other: Outcome) -> Outcome:
+        return Outcome(self.received | other.received, self.bad_blocks | other.bad_blocks)
+
+
+NO_OUTCOME = Outcome()
+"""Of steps that have agreed nothing; only to be read."""
+
 
 class SchedulerSide:
     """One for each scheduler. `cache` must be set before the first step."""
@@ -242,6 +253,8 @@ class SchedulerSide:
 
     def start_loads(self) -> None:
         """Start what was planned. Where the copying happens, after what the device still does with the blocks."""
+        if not self._loads:
+            return
         loads, self._loads = self._loads, []
         for name, slots in loads:
             number = self.cache.load(name, slots)
@@ -255,6 +268,8 @@ class SchedulerSide:
 
     def start_stores(self) -> None:
         """Start what was planned; the model has been launched for the tokens of this step."""
+        if not self._stores:
+            return
         stores, self._stores = self._stores, []
         for store in stores:
             slots = torch.from_numpy(self._slots(store.blocks, len(store.tokens)))
@@ -262,6 +277,8 @@ class SchedulerSide:
 
     def on_step(self, step: StepResult) -> Outcome:
         """Take what a step agreed."""
+        if not step:
+            return NO_OUTCOME
         outcome = Outcome()
         for name, hit in step.hits.items():
             tracked = self._by_name.get(name)
