@@ -136,12 +136,9 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> MLKVStats | None:
         if self._central is not None:
             return self._stats.take(self._central.cache.counters)
-        if (
-            self.role is KVConnectorRole.WORKER
-            and isinstance(self._worker, LocalRank)
-            and not self._worker.is_idle
-        ):
-            return self._stats.take(self._worker.cache.counters)
+        if self.role is KVConnectorRole.WORKER and isinstance(self._worker, LocalRank):
+            counters = self._worker.take_counters()
+            return None if counters is None else self._stats.take(counters)
         return None
 
     def _orders(self) -> StepOrders:
