@@ -40,13 +40,15 @@ _HOOKS = (
 )
 _spent_s = 0.0
 _spent_cpu_s = 0.0
+_num_calls = 0
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _timed(call: _Call) -> _Call:
     @functools.wraps(call)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        global _spent_s, _spent_cpu_s
+        global _spent_s, _spent_cpu_s, _num_calls
+        _num_calls += 1
         start, start_cpu = time.perf_counter(), time.thread_time()
         try:
             return call(*args, **kwargs)
@@ -116,28 +118,45 @@ def repeated_prompts(llm: Any) -> dict[str, float]:
 def idle_steps(llm: Any) -> dict[str, float]:
     """Microseconds of a decode step, and of those in the connector, with no copy in flight.
 
-    On a busy machine the processor time of the connector tells more than the time on the clock.
+    On a busy machine the processor time of the connector tells more than the time on the clock. Both contain what
+    looking at the clocks costs at so many calls, `timing_cpu_us`.
     """
     from vllm import SamplingParams
 
-    global _spent_s, _spent_cpu_s
+    global _spent_s, _spent_cpu_s, _num_calls
     params = SamplingParams(max_tokens=DECODE_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
     # Shorter than a page, so that nothing is looked up or stored while it is answered.
     llm.llm_engine.add_request("decode", {"prompt_token_ids": list(range(20))}, params)
-    steps, spent, spent_cpu = [], [], []
+    steps, spent, spent_cpu, calls = [], [], [], []
     while llm.llm_engine.has_unfinished_requests():
         _spent_s = _spent_cpu_s = 0.0
+        _num_calls = 0
         begin = time.perf_counter()
         llm.llm_engine.step()
         steps.append((time.perf_counter() - begin) * 1e6)
         spent.append(_spent_s * 1e6)
         spent_cpu.append(_spent_cpu_s * 1e6)
+        calls.append(_num_calls)
     quiet = slice(len(steps) // 4, -2)
     return {
         "step_us": statistics.median(steps[quiet]),
         "connector_us": statistics.median(spent[quiet]),
         "connector_cpu_us": statistics.median(spent_cpu[quiet]),
+        "timing_cpu_us": _timing_cpu_us(int(statistics.median(calls[quiet]))),
     }
+
+
+def _timing_cpu_us(num_calls: int) -> float:
+    """Processor time that as many calls of nothing seem to take."""
+    global _spent_cpu_s
+    nothing = _timed(lambda: None)
+    spent = []
+    for _ in range(DECODE_TOKENS):
+        _spent_cpu_s = 0.0
+        for _ in range(num_calls):
+            nothing()
+        spent.append(_spent_cpu_s * 1e6)
+    return statistics.median(spent)
 
 
 def main() -> None:
