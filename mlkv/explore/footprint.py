@@ -11,6 +11,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from mlkv.histogram import Histogram
+
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None)))
 
 
@@ -59,6 +61,8 @@ def freeze(value: object, left_out: frozenset[str], seen: dict[int, int] | None 
         return value.tobytes()
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
+    if kind is Histogram:
+        return None  # how long things took; nothing is ever decided from it
     if isinstance(value, tuple):
         return tuple([freeze(part, left_out, seen) for part in value])
     if isinstance(value, (set, frozenset)):
