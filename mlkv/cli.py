@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from mlkv.commands import add_commands
 from mlkv.errors import MLKVError
 from mlkv.version import __version__
+
+_Result = TypeVar("_Result")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,54 +61,44 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
+def _tell(
+    report: Callable[[_Result], str], write: Callable[[_Result, Path], None], result: _Result, file: Path | None
+) -> int:
+    """Print what a benchmark measured, and write it to a file as well if one was named."""
+    print(report(result))
+    if file is not None:
+        write(result, file)
+    return 0
+
+
 def _bench_agree(options: argparse.Namespace) -> int:
     from mlkv.bench import agree  # loads torch, which the other commands need not wait for
 
-    result = agree.run(options.ranks)
-    print(agree.report(result))
-    if options.json is not None:
-        agree.write(result, options.json)
-    return 0
+    return _tell(agree.report, agree.write, agree.run(options.ranks), options.json)
 
 
 def _bench_store(options: argparse.Namespace) -> int:
     from mlkv.bench import store
 
-    result = store.run(options.pages)
-    print(store.report(result))
-    if options.json is not None:
-        store.write(result, options.json)
-    return 0
+    return _tell(store.report, store.write, store.run(options.pages), options.json)
 
 
 def _bench_disk(options: argparse.Namespace) -> int:
     from mlkv.bench import disk
 
-    result = disk.run(options.directory)
-    print(disk.report(result))
-    if options.json is not None:
-        disk.write(result, options.json)
-    return 0
+    return _tell(disk.report, disk.write, disk.run(options.directory), options.json)
 
 
 def _bench_remote(options: argparse.Namespace) -> int:
     from mlkv.bench import remote
 
-    result = remote.run(options.url, page_bytes=options.page_bytes)
-    print(remote.report(result))
-    if options.json is not None:
-        remote.write(result, options.json)
-    return 0
+    return _tell(remote.report, remote.write, remote.run(options.url, page_bytes=options.page_bytes), options.json)
 
 
 def _bench_hang(options: argparse.Namespace) -> int:
     from mlkv.bench import hang
 
-    result = hang.run()
-    print(hang.report(result))
-    if options.json is not None:
-        hang.write(result, options.json)
-    return 0
+    return _tell(hang.report, hang.write, hang.run(), options.json)
 
 
 if __name__ == "__main__":
