@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from store_helpers import RankProcess, eventually
+from tier_cases import NewStore, TieredStore
 
 from mlkv.store import StoreClient
+from mlkv.store.tiers.base import Tier
 
 
 @pytest.fixture
@@ -53,3 +55,18 @@ def new_client(socket_path: Path) -> Iterator[Callable[..., StoreClient]]:
     yield connect
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def new_store() -> Iterator[NewStore]:
+    stores: list[TieredStore] = []
+
+    def make(num_pages: int, *tiers: Tier, **options: object) -> TieredStore:
+        store = TieredStore(num_pages, tiers, **options)  # type: ignore[arg-type]
+        stores.append(store)
+        store.wait_until_connected()
+        return store
+
+    yield make
+    for store in stores:
+        store.close()

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 from store_helpers import chain, key
-from tier_cases import GROUP, FakeClock, LatchTier, TieredStore, make_page
+from tier_cases import GROUP, FakeClock, LatchTier, NewStore, make_page
 
 from mlkv.store import wire
-from mlkv.store.tiers.base import Tier
-
-NewStore = Callable[..., TieredStore]
-
-
-@pytest.fixture
-def new_store() -> Iterator[NewStore]:
-    stores: list[TieredStore] = []
-
-    def make(num_pages: int, *tiers: Tier, **options: object) -> TieredStore:
-        store = TieredStore(num_pages, tiers, **options)  # type: ignore[arg-type]
-        stores.append(store)
-        store.wait_until_connected()
-        return store
-
-    yield make
-    for store in stores:
-        store.close()
 
 
 def test_lookup_waits_until_the_tier_has_brought_the_whole_prefix(new_store: NewStore):

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 from store_helpers import chain, key
-from tier_cases import PAGE_BYTES, FakeClock, LatchTier, TieredStore, make_page
+from tier_cases import PAGE_BYTES, FakeClock, LatchTier, NewStore, TieredStore, make_page
 
 from mlkv.errors import TierUnavailable
 from mlkv.store import wire
-from mlkv.store.tiers.base import Tier
-
-NewStore = Callable[..., TieredStore]
-
-
-@pytest.fixture
-def new_store() -> Iterator[NewStore]:
-    stores: list[TieredStore] = []
-
-    def make(num_pages: int, *tiers: Tier, **options: object) -> TieredStore:
-        store = TieredStore(num_pages, tiers, **options)  # type: ignore[arg-type]
-        stores.append(store)
-        store.wait_until_connected()
-        return store
-
-    yield make
-    for store in stores:
-        store.close()
 
 
 def works(store: TieredStore, tier: LatchTier, text: str) -> None:

@@ -317,3 +317,6 @@ class TieredStore:
     def close(self) -> None:
         assert self.lower.close(DEADLINE_S)
         assert all(tier.is_closed for tier in self.tiers if isinstance(tier, LatchTier))
+
+
+NewStore = Callable[..., TieredStore]
