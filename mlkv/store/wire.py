@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlkv.errors import StoreError
-from mlkv.store.wire_base import Message
+from mlkv.store.wire_base import Message, NamesWrites
 from mlkv.store.wire_tools import (
     Fetch,
     Fetched,
@@ -160,7 +160,7 @@ class Welcome(Message, frozen=True):
     """Names of the tiers below the pool, the nearest one first."""
 
 
-class Matched(Message, frozen=True):
+class Matched(Message, NamesWrites, frozen=True):
     """`lease` is 0 when nothing was found. `num_coming` further pages of the chain are being written now."""
 
     lease: int
@@ -171,21 +171,12 @@ class Matched(Message, frozen=True):
     """For each page a byte: n if the n-th tier of the Welcome brought it and this is the first match that finds
     it, else 0. Empty where there are no tiers."""
 
-    @property
-    def page_ids(self) -> NDArray[np.int32]:
-        """int32 [num_pages], read-only."""
-        return np.frombuffer(self.pages, "<i4")
 
-    @property
-    def page_generations(self) -> NDArray[np.uint64]:
-        """uint64 [num_pages], read-only."""
-        return np.frombuffer(self.generations, "<u8")
-
-
-class Reserved(Message, frozen=True):
+class Reserved(Message, NamesWrites, frozen=True):
     """Pages to write for keys[first : first + len(page_ids)]; `reservation` is 0 when there are none.
 
-    keys[:num_ready] are readable now; keys[num_ready:first] are being written by others.
+    keys[:num_ready] are readable now; keys[num_ready:first] are being written by others. Each generation goes into
+    the header of its page.
     """
 
     reservation: int
@@ -193,16 +184,6 @@ class Reserved(Message, frozen=True):
     num_ready: int
     pages: bytes
     generations: bytes
-
-    @property
-    def page_ids(self) -> NDArray[np.int32]:
-        """int32 [num_pages], read-only."""
-        return np.frombuffer(self.pages, "<i4")
-
-    @property
-    def page_generations(self) -> NDArray[np.uint64]:
-        """uint64 [num_pages], read-only: each goes into the header of its page."""
-        return np.frombuffer(self.generations, "<u8")
 
 
 class Published(Message, frozen=True):

@@ -8,10 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from mlkv.store.wire_base import Message
+from mlkv.store.wire_base import Message, NamesPages, NamesWrites
 
 MAX_LISTED_PAGES: Final = 65536
 """Pages that one PageList names: about 2 MiB, gathered in under a millisecond."""
@@ -94,7 +92,7 @@ class ListPages(Message, frozen=True):
     limit: int
 
 
-class PageList(Message, frozen=True):
+class PageList(Message, NamesWrites, frozen=True):
     """Pages by ascending number. `next`: where the following list starts; -1 at the end of the pool."""
 
     pages: bytes
@@ -103,14 +101,6 @@ class PageList(Message, frozen=True):
     states: bytes
     """A byte each, see `mlkv.store.states`."""
     next: int
-
-    @property
-    def page_ids(self) -> NDArray[np.int32]:
-        return np.frombuffer(self.pages, "<i4")
-
-    @property
-    def page_generations(self) -> NDArray[np.uint64]:
-        return np.frombuffer(self.generations, "<u8")
 
 
 class Pin(Message, frozen=True):
@@ -165,16 +155,12 @@ class Fetch(Message, frozen=True):
     keys: bytes
 
 
-class Fetched(Message, frozen=True):
+class Fetched(Message, NamesPages, frozen=True):
     """The pages, and for each a byte: 1 if the tier brought it. `reservation` is to be cancelled after looking."""
 
     reservation: int
     pages: bytes
     good: bytes
-
-    @property
-    def page_ids(self) -> NDArray[np.int32]:
-        return np.frombuffer(self.pages, "<i4")
 
 
 class Forget(Message, frozen=True):
