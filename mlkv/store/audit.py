@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlkv.store.key_table import KeyTable
+from mlkv.store.page_arrays import Pages, Rows
 from mlkv.store.policy import Policy
 from mlkv.store.states import FREE, QUARANTINED, READY, RESERVED, STATE_NAMES
 from mlkv.store.tree import PageTree
@@ -19,11 +20,10 @@ def find_problems(
     table: KeyTable,
     policy: Policy,
     states: NDArray[np.uint8],
-    pins: NDArray[np.int32],
-    free: NDArray[np.int32],
+    free: Pages,
     counts: Sequence[int],
     leases: Iterable[int],
-    writers: Iterable[NDArray[np.int32]],
+    writers: Iterable[Rows],
 ) -> Iterator[str]:
     """What is wrong, in words. `leases`: the deepest page of each; `writers`: the pages of each reservation.
 
@@ -43,24 +43,25 @@ def find_problems(
         yield f"pages by state are {tally}, counted as {list(counts)}"
     num_candidates = 0
     for page in range(num_pages):
-        state, pinned, known = int(states[page]), int(pins[page]), table.has_key(page)
+        state, known = int(states[page]), table.has_key(page)
         who = f"page {page} ({STATE_NAMES[state]})"
-        leaf = not tree.has_children(page)
+        num_children = sum(1 for _ in tree.children(page)) if tree.is_linked(page) else 0
+        held = tree.holders[page]
         num_candidates += page in policy
         if (state == FREE) != is_free[page] or (state == FREE) == tree.is_linked(page):
             yield f"{who} disagrees with the free list or the tree"
-        if pinned != expected_pins[page]:
-            yield f"{who} has {pinned} pins but {expected_pins[page]} leases end there"
+        if held != expected_pins[page] + num_children:
+            yield f"{who} counts {held} holders but has {num_children} children and {expected_pins[page]} leases"
         if num_writers[page] != (state == RESERVED):
             yield f"{who} has {num_writers[page]} writers"
         key = table.key_of(page)
         if key is not None and table.find(key) != page:
             yield f"{who} is not found by its key"
-        if (page in policy) != (state == READY and leaf and not pinned):
+        if (page in policy) != (state == READY and not held):
             yield f"{who} is wrongly offered for, or kept from, eviction"
         if state == FREE:
-            if known or pinned or not leaf:
-                yield f"{who} still has a key, a lease or children"
+            if known or held:
+                yield f"{who} still has a key, or counts a holder"
             continue
         parent = tree.parent[page]
         if parent != tree.root and states[parent] == FREE:
@@ -71,7 +72,7 @@ def find_problems(
             yield f"{who} can be found although its parent {parent} cannot"
         if (state == READY and not known) or (state == QUARANTINED and known):
             yield f"{who} has a key that does not go with its state"
-        if state == QUARANTINED and leaf and not pinned:
+        if state == QUARANTINED and not held:
             yield f"{who} is held by nobody and was not freed"
     if num_candidates != len(policy):
         yield f"the policy counts {len(policy)} candidates and has {num_candidates}"

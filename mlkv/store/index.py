@@ -37,24 +37,23 @@ from numpy.typing import NDArray
 from mlkv.errors import ConfigError, StoreError
 from mlkv.store.audit import find_problems
 from mlkv.store.grants import Committed, Counts, Evicted, EvictedPages, Lease, Quarantined, Reservation
-from mlkv.store.key_table import KEY_BYTES, Keys, KeyTable
+from mlkv.store.key_table import KEY_BYTES, Keys, KeyTable, NewKeys
+from mlkv.store.page_arrays import Pages, Rows, count_until
 from mlkv.store.page_stack import PageStack
 from mlkv.store.policy import MAX_CHILDREN, Chooser, Policy, Share
 from mlkv.store.states import FREE, QUARANTINED, READY, RESERVED, STATE_NAMES
-from mlkv.store.tree import Pages, PageTree
+from mlkv.store.tree import PageTree
 
 __all__ = ["KEY_BYTES", "Index", "IndexBroken"]
 
 _NO_PAGES: Final[Pages] = np.empty(0, np.int32)
+_NO_ROWS: Final[Rows] = np.empty(0, np.intp)
 _NO_GENERATIONS: Final[NDArray[np.uint64]] = np.empty(0, np.uint64)
-
-_FIRST_LOOK: Final = 64
-"""Pages of a chain that are looked at first for how much of it may leave: many of its ends are short."""
 
 
 @dataclass
 class _Writing:
-    pages: Pages
+    pages: Rows
     first: int
     num_ready: int
 
@@ -77,16 +76,14 @@ class Index:
 
         `free`: where free pages are kept, all of the pool; default: a PageStack.
         """
-        if not 1 <= num_pages < 2**31:
-            raise ConfigError(f"a store has between 1 and 2**31 - 1 pages, not {num_pages}")
+        if not 1 <= num_pages < 2**30:
+            raise ConfigError(f"a store has between 1 and 2**30 - 1 pages, not {num_pages}")
         self.num_pages = num_pages
         self._policy = policy
         self._tree = PageTree(num_pages)
         self._table = KeyTable(num_pages)
         self._states = np.zeros(num_pages, np.uint8)
-        self._all_pins = np.zeros(num_pages + 1, np.int32)
-        self._state, self._pins = self._states.data, self._all_pins.data  # quick views of single elements
-        self._pins[self._tree.root] = 1  # so that the root is never offered for eviction nor freed
+        self._state = self._states.data  # a quick view of single elements
         self._generation = np.zeros(num_pages, np.uint64)
         self._last_generation = first_generation - 1
         self._last_id = 0
@@ -118,7 +115,7 @@ class Index:
         self._pin(deepest)
         lease_id = self._new_id()
         self._leases[lease_id] = deepest
-        return Lease(lease_id, found, self._generation[found], num_coming)
+        return Lease(lease_id, found.astype(np.int32), self._generation[found], num_coming)
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Give leases back. All of them must exist, each once; else none is released."""
@@ -151,25 +148,26 @@ class Index:
             self._policy.touch(tail)
         if first < start or first == num_keys:
             return Reservation(0, first, num_ready, _NO_PAGES, _NO_GENERATIONS)
-        wanted = _as_keys(keys)[first:]
         # A key that is present elsewhere cannot belong to this chain too: it is malformed from there.
-        wanted = wanted[: self._table.count_new(wanted)]
+        wanted = self._table.find_new(_as_keys(keys)[first:])
         self._pin(tail)  # making room must not evict the prefix that is being continued
         own = () if share is None else self.evict(len(wanted) - share.room, share)
         if share is not None:
-            wanted = wanted[: max(0, share.room)]
+            wanted = wanted.first(max(0, share.room))
         evicted = self.evict(len(wanted) - len(self._free))
         if own:
             evicted = [*own, *evicted]
         pages = self._free.take(min(len(wanted), len(self._free)))
         if len(pages):
-            self._begin(pages, wanted[: len(pages)], tail)
+            self._begin(pages, wanted.first(len(pages)), tail)
         self._unpin(tail)
         if not len(pages):
             return Reservation(0, first, num_ready, _NO_PAGES, _NO_GENERATIONS, evicted)
         reservation_id = self._new_id()
         self._reservations[reservation_id] = _Writing(pages, first, num_ready)
-        return Reservation(reservation_id, first, num_ready, pages, self._generation[pages], evicted)
+        return Reservation(
+            reservation_id, first, num_ready, pages.astype(np.int32), self._generation[pages], evicted
+        )
 
     def commit(
         self, reservation_id: int, num_good: int, generations: NDArray[np.uint64] | None = None
@@ -197,7 +195,8 @@ class Index:
         kept = 0 if doomed else num_good
         self._become(pages[:kept], RESERVED, READY)
         self._become(pages[kept:], RESERVED, QUARANTINED)
-        committed = Committed(kept, 0 if doomed else self._num_readable(writing, kept), pages[:kept])
+        num_readable = 0 if doomed else self._num_readable(writing, kept)
+        committed = Committed(kept, num_readable, pages[:kept].astype(np.int32))
         if kept:
             self._policy.touch(int(pages[kept - 1]))
         if not doomed and kept < len(pages):
@@ -249,16 +248,16 @@ class Index:
 
         Returns the number of keys forgotten. Legal at any time; a second call finds nothing to do.
         """
-        num_forgotten = int(np.count_nonzero(self._table.known))
+        num_forgotten = int(np.count_nonzero(self._table.known(slice(None))))
         self._table.clear()
         self._policy.clear()
-        self._become(np.flatnonzero(self._states == READY).astype(np.int32), READY, QUARANTINED)
+        self._become(np.flatnonzero(self._states == READY), READY, QUARANTINED)
         held = np.zeros(self.num_pages, np.bool_)
         for page in self._leases.values():
             held[self._tree.path(page)] = True
         for writing in self._reservations.values():
             held[self._tree.path(int(writing.pages[-1]))] = True
-        unheld = np.flatnonzero((self._states == QUARANTINED) & ~held).astype(np.int32)
+        unheld = np.flatnonzero((self._states == QUARANTINED) & ~held)
         self._tree.keep_only(held)
         self._become(unheld, QUARANTINED, FREE)
         self._free.extend(unheld)
@@ -302,7 +301,7 @@ class Index:
 
     def entries(self, start: int, limit: int) -> tuple[Pages, bytes, NDArray[np.uint64], NDArray[np.uint8]]:
         """The first `limit` pages with a key, from page `start` on, their keys, generations and states."""
-        pages = (np.flatnonzero(self._table.known[start:])[:limit] + start).astype(np.int32)
+        pages = (np.flatnonzero(self._table.known(slice(start, None)))[:limit] + start).astype(np.int32)
         return pages, self._table.keys_of(pages).tobytes(), self._generation[pages], self._states[pages]
 
     def chain_starts(self) -> Pages:
@@ -316,7 +315,7 @@ class Index:
     @property
     def num_bytes(self) -> int:
         """Memory of the index and its policy, beside what single leases and reservations take."""
-        arrays = (self._states, self._all_pins, self._generation)
+        arrays = (self._states, self._generation)
         parts = (self._tree, self._table, self._free, self._policy)
         return sum(array.nbytes for array in arrays) + sum(part.num_bytes for part in parts)
 
@@ -328,7 +327,7 @@ class Index:
 
     # Steps that the requests are made of
 
-    def _present(self, keys: bytes, num_keys: int) -> Pages:
+    def _present(self, keys: bytes, num_keys: int) -> Rows:
         """The pages of the present prefix of the chain, from the root; at most `num_keys` of them."""
         find, depth = self._table.find, self._tree.depth
         view = memoryview(keys)
@@ -342,15 +341,14 @@ class Index:
             # Most chains are either unknown or known to their end: after the first key, look at the last.
             at = high - 1 if at == 0 else (low + high) // 2
         if deepest < 0:
-            return _NO_PAGES
+            return _NO_ROWS
         path = self._tree.path(deepest)
         # In a chain that is none, the keys above the deepest page found need not be those of its pages.
         return path[: self._table.count_equal(path, _as_keys(view[: len(path) * KEY_BYTES]))]
 
-    def _count_ready(self, pages: Pages) -> int:
+    def _count_ready(self, pages: Rows) -> int:
         """How many of `pages` are READY before the first one that is not."""
-        other = self._states[pages] != READY
-        return int(other.argmax()) if other.any() else len(pages)
+        return count_until(self._states[pages] != READY)
 
     def evict(self, number: int, chooser: Chooser | None = None) -> Sequence[Evicted]:
         """Make at least `number` pages FREE, or as many as can be; at once when every page is held.
@@ -358,31 +356,35 @@ class Index:
         `chooser`: says which, instead of the policy.
         """
         choice = chooser or self._policy
-        runs: list[Pages] = []
+        runs: list[Rows] = []
         while number > 0:
             leaf = choice.victim()
             if leaf is None:
                 break
             chain = self._leaving(leaf, READY, number)
             run = chain[: choice.count_leaving(chain)]
-            self._settle(self._unlink(run))
+            self._settle(self._cut(run))
             runs.append(run)
             number -= len(run)
         if not runs:
             return ()
         pages = runs[0] if len(runs) == 1 else np.concatenate(runs)
-        evicted = EvictedPages(self._table.keys_of(pages).tobytes(), self._generation[pages], pages)
+        evicted = EvictedPages(
+            self._table.keys_of(pages).tobytes(), self._generation[pages], pages.astype(np.int32)
+        )
         self._table.remove(pages)
+        self._tree.drop(pages)
         self._become(pages, READY, FREE)
         self._free.extend(pages)
         return evicted
 
-    def _begin(self, pages: Pages, keys: Keys, parent: int) -> None:
+    def _begin(self, pages: Rows, keys: NewKeys, parent: int) -> None:
         """Make FREE pages RESERVED for `keys`, as a run below `parent`."""
-        at_root, is_fork = parent == self._tree.root, self._tree.has_children(parent)
-        self._policy.extend(pages, None if at_root else parent, is_fork, int(keys[0, 0]))
+        is_fork = self._tree.has_children(parent)
         self._become(pages, FREE, RESERVED)
         self._table.add(pages, keys)
+        key = self._table.low_word_of(int(pages[0]))
+        self._policy.extend(pages, None if parent == self._tree.root else parent, is_fork, key)
         first = self._last_generation + 1
         self._last_generation += len(pages)
         self._generation[pages] = np.arange(first, first + len(pages), dtype=np.uint64)
@@ -407,9 +409,9 @@ class Index:
 
         READY pages become QUARANTINED; a RESERVED page stays so until its writer comes back and finds no key.
         """
-        subtree = np.array(self._tree.subtree(top), np.int32)
+        subtree = np.array(self._tree.subtree(top), np.intp)
         leaves = self._tree.leaves(subtree)
-        known = subtree[self._table.known[subtree]]
+        known = subtree[self._table.known(subtree)]
         for leaf in leaves.tolist():
             self._policy.hide(leaf)
         self._become(known[self._states[known] == READY], READY, QUARANTINED)
@@ -420,7 +422,7 @@ class Index:
 
     def _settle(self, page: int) -> None:
         """Called when a hold on `page` may have gone: offer it for eviction, or free it and look at its parent."""
-        while not self._pins[page] and not self._tree.has_children(page):
+        while not self._tree.holders[page]:
             state = self._state[page]
             if state == READY:
                 self._policy.expose(page)
@@ -428,42 +430,35 @@ class Index:
             if state != QUARANTINED:
                 return  # FREE already, or its writer still holds it
             run = self._leaving(page, QUARANTINED, self.num_pages)
-            page = self._unlink(run)
+            page = self._cut(run)
+            self._tree.drop(run)
             self._become(run, QUARANTINED, FREE)
             self._free.extend(run)
 
-    def _leaving(self, leaf: int, state: int, limit: int) -> Pages:
+    def _leaving(self, leaf: int, state: int, limit: int) -> Rows:
         """`leaf`, its parent, and so on: at most `limit` pages of this state that each only the last one holds."""
-        length = min(limit, _FIRST_LOOK)
-        while True:
-            chain = self._tree.climb(leaf, length)
-            upper = chain[1:]
-            stays = (self._states[upper] != state) | (self._all_pins[upper] != 0)
-            stays |= self._tree.has_siblings(chain[:-1])
-            if stays.any():
-                return chain[: int(stays.argmax()) + 1]
-            if len(chain) < length or length == limit:
-                return chain
-            length = min(limit, 8 * length)
+        chain = self._tree.climb_lone(leaf, limit)
+        return chain[: count_until(self._states[chain] != state)]
 
-    def _unlink(self, run: Pages) -> int:
-        """Take a run that nothing holds out of the tree, its deepest page first. Returns its former parent."""
-        parent = self._tree.unlink(run)
+    def _cut(self, run: Rows) -> int:
+        """Cut a run that nothing holds off the tree, its deepest page first. Returns its former parent."""
+        top = int(run[-1])
+        parent = self._tree.cut(top)
         at_root = parent == self._tree.root
-        key = int(self._table.keys_of(run[-1:])[0, 0])
+        key = self._table.low_word_of(top)
         self._policy.forget(run, key, None if at_root else parent, not self._tree.has_children(parent))
         return parent
 
     def _pin(self, page: int) -> None:
-        self._pins[page] += 1
+        self._tree.holders[page] += 1
         if page != self._tree.root:
             self._policy.hide(page)
 
     def _unpin(self, page: int) -> None:
-        self._pins[page] -= 1
+        self._tree.holders[page] -= 1
         self._settle(page)
 
-    def _become(self, pages: Pages, before: int, after: int) -> None:
+    def _become(self, pages: Rows, before: int, after: int) -> None:
         self._states[pages] = after
         self._counts[before] -= len(pages)
         self._counts[after] += len(pages)
@@ -479,7 +474,6 @@ class Index:
             table=self._table,
             policy=self._policy,
             states=self._states,
-            pins=self._all_pins[:-1],
             free=self._free.to_array(),
             counts=self._counts,
             leases=self._leases.values(),

@@ -2,150 +2,208 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mlkv.store.page_arrays import Pages, Rows, count_until
+
 KEY_BYTES: Final = 16
 
 _NONE: Final = -1
-_FEW_PAGES: Final = 8
-"""Up to here a loop over single pages is faster than whole-array operations of about a microsecond each."""
+_WAYS: Final = 16
+_PAGES_PER_BUCKET: Final = 9
+"""More than half of the places of a bucket are taken when every page has a key: with hashes for keys 1.1% of the
+buckets would need more than they have then, and one key in 400 is kept aside."""
 
 Keys = NDArray[np.uint64]
-Pages = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class NewKeys:
+    """Keys that are not in the table, looked up once for counting and adding them; `[n]` of each.
+
+    `rows`: the tags of the bucket of each key, `[n, 16]`, as they were when it was looked up.
+    """
+
+    keys: Keys
+    buckets: Rows
+    tags: NDArray[np.uint16]
+    rows: NDArray[np.uint16]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def first(self, number: int) -> NewKeys:
+        """The first `number` of them."""
+        if number >= len(self.keys):
+            return self
+        return NewKeys(self.keys[:number], self.buckets[:number], self.tags[:number], self.rows[:number])
 
 
 class KeyTable:
     """Keys of pages in [0, num_pages), each page with at most one key and each key at one page.
 
-    Every bucket is a list linked through its pages, so that nothing moves, no tombstones gather and no operation
-    ever pays for those before it. Two buckets for each page: a search looks at 1.25 pages on average. Keys are
-    hashes already: their low bits choose the bucket.
+    A bucket has 16 places, and a key goes to any that is empty, so that nothing ever moves, no tombstones gather
+    and no operation pays for those before it. In each place are 16 bits of its key, a *tag*: a bucket is searched
+    by one comparison of 32 bytes, and whole keys are compared only where tags are equal. Each page knows its place
+    and leaves it without a search. Keys whose bucket is full are *spilled* to a dict. Keys are hashes already:
+    bits 32 to 63 choose the bucket, bits 0 to 15 are the tag.
 
     Arrays of keys are uint64 `[n, 2]`, the little-endian view of n keys of 16 bytes.
     """
 
     def __init__(self, num_pages: int) -> None:
-        num_buckets = 1 << (2 * num_pages - 1).bit_length()
-        self._mask = num_buckets - 1
-        self._low_bits = np.uint64(self._mask)
-        self._head: Pages = np.full(num_buckets, _NONE, np.int32)
-        # The entry behind the last page stands for "no page": index -1 finds it, and it counts as known.
-        self._next: Pages = np.full(num_pages + 1, _NONE, np.int32)
-        self._known: NDArray[np.bool_] = np.zeros(num_pages + 1, np.bool_)
-        self._known[num_pages] = True
+        self._num_buckets = -(-num_pages // _PAGES_PER_BUCKET)
+        num_places = _WAYS * self._num_buckets
+        self._spill_place = num_places  # stands for the dict; its tag is always that of an empty place
+        self._tags = np.zeros(num_places + _WAYS, np.uint16)
+        self._pages: Pages = np.full(num_places + _WAYS, _NONE, np.int32)
+        self._place: Pages = np.full(num_pages, _NONE, np.int32)
         self._keys: Keys = np.zeros((num_pages, 2), np.uint64)
+        self._num_spilled = np.zeros(self._num_buckets, np.int32)
+        self._spilled: dict[bytes, int] = {}
         # Single elements are read through these views: several times faster than indexing an array.
-        self._head_at = self._head.data
-        self._next_at = self._next.data
-        self._known_at = self._known.data
+        self._tag_at = self._tags.data
+        self._page_at = self._pages.data
+        self._place_at = self._place.data
+        self._num_spilled_at = self._num_spilled.data
         self._key_bytes = self._keys.data.cast("B")
+        self._key_words = self._keys.data
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in (self._head, self._next, self._known, self._keys))
+        arrays = (self._tags, self._pages, self._place, self._keys, self._num_spilled)
+        return sum(array.nbytes for array in arrays)
 
-    @property
-    def known(self) -> NDArray[np.bool_]:
-        """Whether each page has a key, bool `[num_pages]`: a view that follows the table, not to be changed."""
-        return self._known[:-1]
+    def known(self, pages: Pages | Rows | slice) -> NDArray[np.bool_]:
+        """Whether each of `pages` has a key."""
+        known: NDArray[np.bool_] = self._place[pages] != _NONE
+        return known
 
     def has_key(self, page: int) -> bool:
-        return bool(self._known_at[page])
+        return self._place_at[page] != _NONE
 
     def key_of(self, page: int) -> bytes | None:
-        return bytes(self._key_bytes[page * KEY_BYTES : (page + 1) * KEY_BYTES]) if self._known_at[page] else None
+        return self._key_at(page) if self.has_key(page) else None
 
-    def keys_of(self, pages: Pages) -> Keys:
+    def low_word_of(self, page: int) -> int:
+        """The first 64 bits of the key of a page that has one."""
+        word: int = self._key_words[page, 0]
+        return word
+
+    def keys_of(self, pages: Pages | Rows) -> Keys:
         """The keys of pages that all have one."""
-        return self._keys[pages]
+        return self._keys.take(pages, axis=0)
 
     def find(self, key: bytes | memoryview) -> int:
         """The page that holds `key`; -1 if none does."""
-        page: int = self._head_at[int.from_bytes(key[:8], "little") & self._mask]
-        while page >= 0 and self._key_bytes[page * KEY_BYTES : (page + 1) * KEY_BYTES] != key:
-            page = self._next_at[page]
-        return page
+        low = int.from_bytes(key[:8], "little")
+        bucket, tag = (low >> 32) * self._num_buckets >> 32, low & 0xFFFF | 1
+        first = bucket * _WAYS
+        tags = self._tag_at[first : first + _WAYS].tolist()
+        if tag in tags:
+            for way in range(_WAYS):
+                if tags[way] == tag:
+                    page: int = self._page_at[first + way]
+                    if self._key_bytes[page * KEY_BYTES : (page + 1) * KEY_BYTES] == key:
+                        return page
+        return self._spilled.get(bytes(key), _NONE) if self._num_spilled_at[bucket] else _NONE
 
-    def count_equal(self, pages: Pages, keys: Keys) -> int:
+    def count_equal(self, pages: Pages | Rows, keys: Keys) -> int:
         """At how many of the first `pages` the keys are `keys`, up to the first difference."""
-        equal = self._keys[pages] == keys
-        return len(pages) if equal.all() else int(equal.all(axis=1).argmin())
+        equal = self.keys_of(pages) == keys
+        return len(pages) if np.count_nonzero(equal) == equal.size else int(equal.all(axis=1).argmin())
 
-    def count_new(self, keys: Keys) -> int:
-        """How many of the first keys are neither in the table nor twice among `keys`."""
-        page = self._head[self._buckets(keys)]
-        at = (page >= 0).nonzero()[0]
-        page = page[at]
-        end = len(keys)
-        while len(at):
-            equal = self._keys[page, 0] == keys[at, 0]
-            if equal.any():  # as good as always the same key
-                equal = (self._keys[page] == keys[at]).all(axis=1)
-                end = min(end, int(at[equal.argmax()]) if equal.any() else end)
-            page = self._next[page]
-            goes_on = (page >= 0) & (at < end)
-            at, page = at[goes_on], page[goes_on]
-        low = np.sort(keys[:end, 0])
-        if (low[1:] == low[:-1]).any():  # as good as never, unless a client repeats itself
-            end = _count_distinct(keys[:end])
-        return end
+    def find_new(self, keys: Keys) -> NewKeys:
+        """The first of `keys`, up to one that is in the table or for the second time among them."""
+        low = keys[:, 0]
+        buckets = ((low >> np.uint64(32)) * np.uint64(self._num_buckets) >> np.uint64(32)).view(np.intp)
+        tags = low.astype(np.uint16) | np.uint16(1)  # a tag of 0 stands for an empty place
+        rows = self._tags.reshape(-1, _WAYS).take(buckets, axis=0)
+        new = NewKeys(keys, buckets, tags, rows)
+        same_tag = rows == tags[:, None]
+        if np.count_nonzero(same_tag):
+            new = new.first(self._count_absent(new, same_tag))
+        if self._spilled:
+            spilled = self._num_spilled.take(buckets[: len(new)])
+            if np.count_nonzero(spilled):
+                new = new.first(self._count_unspilled(keys, spilled.nonzero()[0]))
+        low = np.sort(low[: len(new)])
+        if np.count_nonzero(low[1:] == low[:-1]):  # as good as never, unless a client repeats itself
+            new = new.first(_count_distinct(keys[: len(new)]))
+        return new
 
-    def add(self, pages: Pages, keys: Keys) -> None:
-        """Give each of `pages`, none of which has a key, one of `keys`, none of which is in the table."""
-        self._keys[pages] = keys
-        self._known[pages] = True
-        buckets = self._buckets(keys)
+    def add(self, pages: Rows, new: NewKeys) -> None:
+        """Give each of `pages`, none of which has a key, one of the keys `new`.
+
+        They were looked up in this table, and none was added since.
+        """
+        self._keys[pages] = new.keys
+        buckets, tags, rows = new.buckets, new.tags, new.rows
         while len(pages):
-            # Of those for the same bucket the last one wins; the others go in front of it in the next round.
-            self._next[pages] = self._head[buckets]
-            self._head[buckets] = pages
-            lost = self._head[buckets] != pages
-            pages, buckets = pages[lost], buckets[lost]
+            place = buckets * _WAYS + (rows == 0).argmax(axis=1)
+            taken = self._tags[place]
+            if np.count_nonzero(taken):  # no place in this bucket is empty
+                is_full = taken != 0
+                self._spill(pages[is_full], buckets[is_full])
+                fits = ~is_full
+                pages, buckets, tags, place = pages[fits], buckets[fits], tags[fits], place[fits]
+            # Of those for the same place the last one wins; the others choose again.
+            self._pages[place] = pages
+            self._tags[place] = tags
+            self._place[pages] = place
+            lost = (self._pages[place] != pages).nonzero()[0]
+            if not len(lost):
+                return
+            pages, buckets, tags = pages[lost], buckets[lost], tags[lost]
+            rows = self._tags.reshape(-1, _WAYS).take(buckets, axis=0)
 
-    def remove(self, pages: Pages) -> None:
+    def remove(self, pages: Rows) -> None:
         """Take the keys of `pages`, which all have one, out of the table."""
-        self._known[pages] = False
-        if len(pages) <= _FEW_PAGES:
-            for page in pages.tolist():
-                self._remove_one(page)
-            return
-        buckets = self._buckets(self._keys[pages])
-        first = self._skip_removed(self._head[buckets])
-        self._head[buckets] = first
-        page = first[first >= 0]
-        while len(page):
-            following = self._skip_removed(self._next[page])
-            self._next[page] = following
-            page = following[following >= 0]
+        place = self._place[pages].astype(np.intp)
+        self._place[pages] = _NONE
+        self._tags[place] = 0
+        if self._spilled:
+            is_spilled = place == self._spill_place
+            if np.count_nonzero(is_spilled):
+                for page in pages[is_spilled].tolist():
+                    self._num_spilled_at[self._bucket_of(page)] -= 1
+                    del self._spilled[self._key_at(page)]
 
     def clear(self) -> None:
-        self._head.fill(_NONE)
-        self._known[:-1] = False
+        self._tags.fill(0)
+        self._place.fill(_NONE)
+        self._num_spilled.fill(0)
+        self._spilled.clear()
 
-    def _buckets(self, keys: Keys) -> NDArray[np.int64]:
-        return (keys[:, 0] & self._low_bits).view(np.int64)
+    # Inside
 
-    def _skip_removed(self, pages: Pages) -> Pages:
-        """Each page, or the next one in its bucket that still has its key. Changes and returns `pages`."""
-        removed = (~self._known[pages]).nonzero()[0]
-        while len(removed):
-            pages[removed] = self._next[pages[removed]]
-            removed = removed[~self._known[pages[removed]]]
-        return pages
+    def _key_at(self, page: int) -> bytes:
+        return bytes(self._key_bytes[page * KEY_BYTES : (page + 1) * KEY_BYTES])
 
-    def _remove_one(self, page: int) -> None:
-        low = int.from_bytes(self._key_bytes[page * KEY_BYTES : page * KEY_BYTES + 8], "little")
-        bucket, following = low & self._mask, self._next_at[page]
-        at = self._head_at[bucket]
-        if at == page:
-            self._head_at[bucket] = following
-            return
-        while self._next_at[at] != page:
-            at = self._next_at[at]
-        self._next_at[at] = following
+    def _bucket_of(self, page: int) -> int:
+        return (self.low_word_of(page) >> 32) * self._num_buckets >> 32
+
+    def _spill(self, pages: Rows, buckets: Rows) -> None:
+        self._place[pages] = self._spill_place
+        for page, bucket in zip(pages.tolist(), buckets.tolist(), strict=True):
+            self._spilled[self._key_at(page)] = page
+            self._num_spilled_at[bucket] += 1
+
+    def _count_absent(self, new: NewKeys, same_tag: NDArray[np.bool_]) -> int:
+        """How many of the first keys are in no place of their bucket, `same_tag` of which are looked at."""
+        number, way = same_tag.nonzero()
+        page = self._pages[new.buckets[number] * _WAYS + way]
+        is_same = (self._keys[page] == new.keys[number]).all(axis=1)
+        return int(number[count_until(is_same)]) if np.count_nonzero(is_same) else len(new)
+
+    def _count_unspilled(self, keys: Keys, suspects: Rows) -> int:
+        """How many of the first keys are not among those kept aside, which only `suspects` can be."""
+        is_spilled = (number for number in suspects.tolist() if keys[number].tobytes() in self._spilled)
+        return next(is_spilled, len(keys))
 
 
 def _count_distinct(keys: Keys) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from mlkv.store.page_arrays import Pages, Rows
 
 
 class PageStack:
@@ -23,12 +24,12 @@ class PageStack:
     def __len__(self) -> int:
         return self._num_free
 
-    def take(self, number: int) -> NDArray[np.int32]:
+    def take(self, number: int) -> Rows:
         """The `number` pages on top, the topmost first. There must be as many."""
         self._num_free -= number
-        return self._pages[self._num_free : self._num_free + number][::-1].copy()
+        return self._pages[self._num_free : self._num_free + number][::-1].astype(np.intp)
 
-    def extend(self, pages: NDArray[np.int32]) -> None:
+    def extend(self, pages: Pages | Rows) -> None:
         self._pages[self._num_free : self._num_free + len(pages)] = pages
         self._num_free += len(pages)
 
@@ -36,6 +37,6 @@ class PageStack:
         self._pages[self._num_free] = page
         self._num_free += 1
 
-    def to_array(self) -> NDArray[np.int32]:
+    def to_array(self) -> Pages:
         """All of them, the bottom one first."""
         return self._pages[: self._num_free].copy()

@@ -9,8 +9,9 @@ import numpy as np
 
 from mlkv.errors import ConfigError
 from mlkv.store.epochs import Namespace
+from mlkv.store.page_arrays import Pages, Rows
 from mlkv.store.page_stack import PageStack
-from mlkv.store.policy.base import Pages, Policy
+from mlkv.store.policy.base import Policy
 from mlkv.store.policy.shares import Shares
 
 EVERY_OTHER: Final = "*"
@@ -20,11 +21,11 @@ EVERY_OTHER: Final = "*"
 class CountedStack(PageStack):
     """Tells which pages become free."""
 
-    def __init__(self, num_pages: int, on_freed: Callable[[Pages], None]) -> None:
+    def __init__(self, num_pages: int, on_freed: Callable[[Pages | Rows], None]) -> None:
         super().__init__(num_pages)
         self._on_freed = on_freed
 
-    def extend(self, pages: Pages) -> None:
+    def extend(self, pages: Pages | Rows) -> None:
         self._on_freed(pages)
         super().extend(pages)
 
@@ -46,7 +47,7 @@ class Share:
     def victim(self) -> int | None:
         return self._policy.own_victim(self._owner)
 
-    def count_leaving(self, run: Pages) -> int:
+    def count_leaving(self, run: Rows) -> int:
         return self._policy.own_count_leaving(run)
 
 
@@ -94,7 +95,7 @@ class Quotas:
         self.share_of(namespace).num_pages += len(pages)
         self.policy.assign(pages, self._owners[namespace.fingerprint])
 
-    def _on_freed(self, pages: Pages) -> None:
+    def _on_freed(self, pages: Pages | Rows) -> None:
         counts = np.bincount(self.policy.owner[pages], minlength=1).tolist()
         for owner, count in enumerate(counts):
             if owner and count:

@@ -34,13 +34,14 @@ def test_table_agrees_with_a_dict_however_keys_collide(steps: list[tuple[bool, i
             pages = [page for page in range(NUM_PAGES) if page not in expected.values()][:number]
             keys = [key for key in map(colliding_key, range(60)) if key not in expected][: len(pages)]
             chance.shuffle(keys)
-            assert table.count_new(as_array(keys)) == len(keys)
-            table.add(np.array(pages, np.int32), as_array(keys))
+            new = table.find_new(as_array(keys))
+            assert len(new) == len(keys)
+            table.add(np.array(pages, np.intp), new)
             expected.update(zip(keys, pages, strict=True))
         else:
             keys = chance.sample(sorted(expected), min(number, len(expected)))
             pages = [expected.pop(key) for key in keys]
-            table.remove(np.array(pages, np.int32))
+            table.remove(np.array(pages, np.intp))
         for key in map(colliding_key, range(60)):
             assert table.find(key) == expected.get(key, -1)
         assert [table.key_of(page) for page in range(NUM_PAGES)] == [
@@ -54,18 +55,46 @@ def test_table_agrees_with_a_dict_however_keys_collide(steps: list[tuple[bool, i
 def test_new_keys_are_counted_up_to_one_that_is_present_or_repeated(bad_at: int):
     table = KeyTable(NUM_PAGES)
     keys = [colliding_key(number) for number in range(8)]
-    table.add(np.array([5], np.int32), as_array([keys[bad_at]]))
-    assert table.count_new(as_array(keys)) == bad_at
+    table.add(np.array([5]), table.find_new(as_array([keys[bad_at]])))
+    assert len(table.find_new(as_array(keys))) == bad_at
     fresh = [colliding_key(number) for number in range(10, 18)]
     fresh[bad_at] = fresh[0]
-    assert table.count_new(as_array(fresh)) == (bad_at or 8)
+    assert len(table.find_new(as_array(fresh))) == (bad_at or 8)
+
+
+@pytest.mark.parametrize("present", [0, 15, 16, 39])
+def test_new_keys_are_told_from_those_of_a_full_bucket_and_those_kept_aside(present: int):
+    """All keys fall into one bucket of 16: what comes later is kept aside, and comes back out of there."""
+    table = KeyTable(NUM_PAGES)
+    keys = [bytes(8) + number.to_bytes(8, "little") for number in range(NUM_PAGES)]
+    table.add(np.arange(NUM_PAGES), table.find_new(as_array(keys)))
+    fresh = [bytes(8) + number.to_bytes(8, "little") for number in range(100, 110)]
+    assert len(table.find_new(as_array(fresh))) == 10
+    assert len(table.find_new(as_array([*fresh[:3], keys[present], *fresh[3:]]))) == 3
+    page = table.find(keys[present])
+    table.remove(np.array([page]))
+    assert not table.known(np.arange(NUM_PAGES))[page]
+    assert table.find(keys[present]) == -1
+    assert len(table.find_new(as_array([*fresh, keys[present]]))) == 11
+
+
+def test_keys_of_one_batch_do_not_take_the_place_of_each_other():
+    """Hashes for keys, in batches as large as the pool is small: many want the same place at once."""
+    table = KeyTable(600)
+    chance = np.random.default_rng(0)
+    for _ in range(3):
+        keys = chance.integers(0, 2**64, (600, 2), np.uint64)
+        table.add(np.arange(600), table.find_new(keys))
+        assert [table.find(key.tobytes()) for key in keys] == list(range(600))
+        table.remove(np.arange(600))
+        assert all(table.find(key.tobytes()) == -1 for key in keys)
 
 
 def test_equal_keys_are_counted_up_to_the_first_difference():
     table = KeyTable(NUM_PAGES)
     keys = [colliding_key(number) for number in range(8)]
-    pages = np.arange(8, dtype=np.int32)
-    table.add(pages, as_array(keys))
+    pages = np.arange(8)
+    table.add(pages, table.find_new(as_array(keys)))
     assert table.count_equal(pages, as_array(keys)) == 8
     keys[5] = keys[5][: KEY_BYTES // 2] + b"\xff" * 8
     assert table.count_equal(pages, as_array(keys)) == 5
@@ -85,7 +114,7 @@ def test_chains_of_any_length_are_found_again_from_their_last_page(runs: list[tu
         base = chains[where % len(chains)]
         base = base[: where % (len(base) + 1)]
         run = [free.pop() for _ in range(length)]
-        tree.link(np.array(run, np.int32), base[-1] if base else tree.root)
+        tree.link(np.array(run), base[-1] if base else tree.root)
         chains.append(base + run)
     for chain in chains[1:]:
         assert tree.path(chain[-1]).tolist() == chain
@@ -93,21 +122,43 @@ def test_chains_of_any_length_are_found_again_from_their_last_page(runs: list[tu
         assert tree.depth[chain[-1]] == len(chain) - 1
 
 
+@pytest.mark.parametrize("shuffled", [False, True], ids=["consecutive", "scattered"])
+@pytest.mark.parametrize(("length", "held_at"), [(5, 2), (64, 0), (65, 64), (400, 30), (400, 100), (400, None)])
+@pytest.mark.parametrize("limit", [1, 64, 65, 250, 1000])
+def test_what_only_the_chain_itself_holds_ends_where_a_page_is_held(
+    shuffled: bool, length: int, held_at: int | None, limit: int
+):
+    tree = PageTree(1000)
+    run = np.arange(300, 300 + length)
+    if shuffled:
+        random.Random(0).shuffle(run)
+    tree.link(run, tree.root)
+    if held_at is not None:
+        tree.link(np.array([7]), int(run[held_at]))
+    expected = run[(0 if held_at is None else held_at + 1) :][::-1] if held_at != length - 1 else run[:0]
+    if len(expected):
+        assert tree.climb_lone(int(run[-1]), limit).tolist() == expected[:limit].tolist()
+    else:
+        assert tree.climb_lone(7, limit).tolist() == [7, *run[::-1].tolist()][:limit]
+
+
 def test_tree_keeps_what_it_is_told_to_keep_and_its_links():
     tree = PageTree(8)
-    tree.link(np.array([0, 1, 2], np.int32), tree.root)
-    tree.link(np.array([3], np.int32), 1)
-    tree.link(np.array([4, 5], np.int32), 1)
-    tree.link(np.array([6], np.int32), tree.root)
+    tree.link(np.array([0, 1, 2]), tree.root)
+    tree.link(np.array([3]), 1)
+    tree.link(np.array([4, 5]), 1)
+    tree.link(np.array([6]), tree.root)
     kept = np.zeros(8, np.bool_)
     kept[[0, 1, 3, 4]] = True
     tree.keep_only(kept)
     assert list(tree.children(tree.root)) == [0]
     assert sorted(tree.children(1)) == [3, 4]
-    assert tree.leaves(np.array([0, 1, 3, 4], np.int32)).tolist() == [3, 4]
+    assert tree.leaves(np.array([0, 1, 3, 4])).tolist() == [3, 4]
     assert [page for page in range(8) if tree.is_linked(page)] == [0, 1, 3, 4]
-    assert tree.unlink(np.array([3], np.int32)) == 1
-    assert tree.unlink(np.array([4, 1, 0], np.int32)) == tree.root
+    assert tree.cut(3) == 1
+    assert tree.holders[1] == 1
+    assert tree.cut(0) == tree.root
+    tree.drop(np.array([3, 4, 1, 0]))
     assert not list(tree.children(tree.root))
 
 

@@ -6,10 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-Pages = NDArray[np.int32]
+from mlkv.store.page_arrays import Rows
 
 MAX_CHILDREN: Final = 8
 """Of the pages below a matched one a policy is told these many, which bounds the time of a match. A page with so
@@ -21,7 +18,7 @@ class Chooser(Protocol):
 
     def victim(self) -> int | None: ...
 
-    def count_leaving(self, run: Pages) -> int: ...
+    def count_leaving(self, run: Rows) -> int: ...
 
 
 class Share(Chooser, Protocol):
@@ -57,7 +54,7 @@ class Policy(ABC):
         self.touch(page)
 
     @abstractmethod
-    def extend(self, pages: Pages, parent: int | None, is_fork: bool, key: int) -> None:
+    def extend(self, pages: Rows, parent: int | None, is_fork: bool, key: int) -> None:
         """`pages` were reserved as one run below `parent`, None at the root; they are about to be written.
 
         `is_fork`: there are other pages below `parent`. `key`: 64 bits that stand for the first of the pages, also
@@ -78,7 +75,7 @@ class Policy(ABC):
         something happened between."""
 
     @abstractmethod
-    def count_leaving(self, run: Pages) -> int:
+    def count_leaving(self, run: Rows) -> int:
         """How many of `run` go together: at least one, the victim itself.
 
         `run` is the victim, its parent, and so on upwards, each of which would be a candidate once those before
@@ -86,7 +83,7 @@ class Policy(ABC):
         """
 
     @abstractmethod
-    def forget(self, run: Pages, key: int, parent: int | None, parent_is_leaf: bool) -> None:
+    def forget(self, run: Rows, key: int, parent: int | None, parent_is_leaf: bool) -> None:
         """The pages of `run` left the tree, and their numbers may come back as other pages.
 
         They are one chain, the deepest first, and hung below `parent`, None at the root: what the policy knows

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mlkv.store.policy.base import MAX_CHILDREN, Pages, Policy
+from mlkv.store.page_arrays import Rows, count_until
+from mlkv.store.policy.base import MAX_CHILDREN, Policy
 from mlkv.store.policy.ghosts import GhostTable
-from mlkv.store.policy.return_times import ReturnTimes, age_cells
+from mlkv.store.policy.return_times import NUM_AGES, ReturnTimes, age_cells
 
 MAX_TURNS: Final = 7
 """Chains that were continued as often or more are one class: few are, and nearly all of those come back."""
@@ -22,6 +24,9 @@ _SAMPLE: Final = 64
 """Candidates that are compared for a victim: with so many the worst of them is among the worst 2% of all, in
 nearly every case."""
 
+_SAMPLES_DRAWN: Final = 64
+"""Random numbers are drawn for so many samples at once."""
+
 _RELEARN_REQUESTS: Final = 50
 """Requests after which densities are computed anew, in a few hundred microseconds."""
 
@@ -29,6 +34,9 @@ _PAGES_PER_GHOST: Final = 4
 _MIN_GHOSTS: Final = 1 << 16
 """As many ghosts as chains go through the pool in several turnovers. In a small pool that is not long enough: how
 many chains begin while a user thinks does not depend on the size of the pool."""
+
+_AGE_BITS: Final = 48
+"""Of an age, in pages written: years at any rate of writing."""
 
 _ABSENT: Final = -1
 
@@ -65,9 +73,10 @@ class HitDensity(Policy):
         self._num_candidates = 0
         self._ghosts = GhostTable(max(num_pages // _PAGES_PER_GHOST, _MIN_GHOSTS))
         self._times = ReturnTimes(_NUM_CLASSES)
-        self._densities = self._times.densities()
+        self._worths = _worths(self._times.densities())
         self._until_relearning = _RELEARN_REQUESTS
         self._random = random.Random(0)
+        self._drawn, self._num_drawn = np.empty((_SAMPLES_DRAWN, _SAMPLE), np.uint64), _SAMPLES_DRAWN
         self._victim: int | None = None
 
     # What requests do
@@ -91,7 +100,7 @@ class HitDensity(Policy):
                     self._supersede(child)
         self.touch(page)
 
-    def extend(self, pages: Pages, parent: int | None, is_fork: bool, key: int) -> None:
+    def extend(self, pages: Rows, parent: int | None, is_fork: bool, key: int) -> None:
         kind = 0
         if parent is not None and (self._continued[parent] or not is_fork):
             kind = self._kind[parent]
@@ -118,7 +127,7 @@ class HitDensity(Policy):
         self._until_relearning -= 1
         if not self._until_relearning:
             self._until_relearning = _RELEARN_REQUESTS
-            self._densities = self._times.densities()
+            self._worths = _worths(self._times.densities())
             self._victim = None
 
     # What may go
@@ -146,13 +155,12 @@ class HitDensity(Policy):
             self._victim = self._find_victim()
         return self._victim
 
-    def count_leaving(self, run: Pages) -> int:
+    def count_leaving(self, run: Rows) -> int:
         """A page that leaves hands stamp and class up: its parent is worth as little unless it was used later."""
         stamps = self._stamps[run]
-        is_later = stamps > stamps[0]
-        return int(is_later.argmax()) if is_later.any() else len(run)
+        return count_until(stamps > stamps[0])
 
-    def forget(self, run: Pages, key: int, parent: int | None, parent_is_leaf: bool) -> None:
+    def forget(self, run: Rows, key: int, parent: int | None, parent_is_leaf: bool) -> None:
         leaf = int(run[0])
         self.hide(leaf)
         stamp, kind = self._stamp[leaf], self._kind[leaf]
@@ -183,20 +191,31 @@ class HitDensity(Policy):
         """The least dense of a sample of the candidates; of those that are, the one used longest ago."""
         pages = self._sample()
         ages = self._clock - self._stamps[pages]
-        densities = self._densities[self._kinds[pages], age_cells(ages)]
-        worst = np.flatnonzero(densities == densities.min())
-        return int(pages[worst[ages[worst].argmax()]])
+        cells = np.multiply(self._kinds[pages], NUM_AGES, dtype=np.intp) + age_cells(ages)
+        return int(pages[(self._worths[cells] - ages).argmin()])
 
-    def _sample(self) -> Pages:
+    def _sample(self) -> Rows:
         number = self._num_candidates
         if number <= _SAMPLE:
-            return self._candidates[:number]
-        drawn = np.frombuffer(self._random.randbytes(4 * _SAMPLE), np.uint32).astype(np.uint64)
-        return self._candidates[((drawn * np.uint64(number)) >> np.uint64(32)).astype(np.intp)]
+            return self._candidates[:number].astype(np.intp)
+        if self._num_drawn == _SAMPLES_DRAWN:
+            self._num_drawn = 0
+            words = np.frombuffer(self._random.randbytes(4 * _SAMPLE * _SAMPLES_DRAWN), np.uint32)
+            self._drawn = words.astype(np.uint64).reshape(_SAMPLES_DRAWN, _SAMPLE)
+        drawn = self._drawn[self._num_drawn]
+        self._num_drawn += 1
+        chosen: Rows = (drawn * np.uint64(number) >> np.uint64(32)).view(np.intp)
+        return self._candidates[chosen].astype(np.intp)
 
     def _forget_victim(self, page: int) -> None:
         if page == self._victim:
             self._victim = None
+
+
+def _worths(densities: NDArray[np.float64]) -> NDArray[np.int64]:
+    """What tells densities apart, and what equals them, more than any age does; one for each cell of the table."""
+    ranks = np.unique(densities, return_inverse=True)[1].ravel()
+    return ranks.astype(np.int64) << _AGE_BITS
 
 
 def _next_turn(kind: int) -> int:

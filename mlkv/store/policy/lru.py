@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mlkv.store.policy.base import Pages, Policy
+from mlkv.store.page_arrays import Rows, count_until
+from mlkv.store.policy.base import Policy
 from mlkv.store.policy.heap import PageHeap
 
 
@@ -26,7 +27,7 @@ class LRU(Policy):
         self._clock += 1
         self._heap.move_down(page, self._clock)
 
-    def extend(self, pages: Pages, parent: int | None, is_fork: bool, key: int) -> None:
+    def extend(self, pages: Rows, parent: int | None, is_fork: bool, key: int) -> None:
         """New pages count from their commit on."""
 
     def expose(self, page: int) -> None:
@@ -40,13 +41,12 @@ class LRU(Policy):
     def victim(self) -> int | None:
         return self._heap.lowest() if len(self._heap) else None
 
-    def count_leaving(self, run: Pages) -> int:
+    def count_leaving(self, run: Rows) -> int:
         """A page that leaves hands its stamp up, so its parent is next unless it was used later itself."""
         stamps = self._heap.ranks[run]
-        is_later = stamps > stamps[0]
-        return int(is_later.argmax()) if is_later.any() else len(run)
+        return count_until(stamps > stamps[0])
 
-    def forget(self, run: Pages, key: int, parent: int | None, parent_is_leaf: bool) -> None:
+    def forget(self, run: Rows, key: int, parent: int | None, parent_is_leaf: bool) -> None:
         self.hide(int(run[0]))
         latest = int(self._heap.ranks[run].max())
         self._heap.ranks[run] = 0

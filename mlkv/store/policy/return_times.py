@@ -24,13 +24,18 @@ thousand fill every cell of the table that matters; fewer make it noisy, more ma
 _MAX_SHARE: Final = 0.98
 """No class is taken to return for certain."""
 
+_EXPONENT_BIT: Final = 52
+_EXPONENT_BIAS: Final = 1023
+"""Of a float64 as IEEE 754 has it: its exponent is the place of the highest bit of an integer below 2**53."""
+
 _WIDTHS: Final[NDArray[np.float64]] = np.concatenate(([2.0], 2.0 ** np.arange(1, NUM_AGES)))
 """Pages written while an age is in each cell: [0, 2), [2, 4), [4, 8), ..."""
 
 
 def age_cells(ages: NDArray[np.int64]) -> NDArray[np.intp]:
     """The column of each age in a table of densities."""
-    cells: NDArray[np.intp] = np.minimum(np.frexp(ages | 1)[1], NUM_AGES).astype(np.intp) - 1
+    exponents = ((ages | 1).astype(np.float64).view(np.int64) >> _EXPONENT_BIT) - _EXPONENT_BIAS
+    cells: NDArray[np.intp] = np.minimum(exponents, NUM_AGES - 1)
     return cells
 
 

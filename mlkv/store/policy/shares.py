@@ -8,7 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from mlkv.store.policy.base import Pages, Policy
+from mlkv.store.page_arrays import Pages, Rows, count_until
+from mlkv.store.policy.base import Policy
 
 _SPARE_ENTRIES: Final = 1024
 
@@ -35,7 +36,7 @@ class Shares(Policy):
         self._heaps[owner] = []
         self._max_entries[owner] = _SPARE_ENTRIES
 
-    def assign(self, pages: Pages, owner: int) -> None:
+    def assign(self, pages: Pages | Rows, owner: int) -> None:
         """These pages are this owner's now."""
         self.owner[pages] = owner
         if owner in self._heaps:
@@ -52,10 +53,9 @@ class Shares(Policy):
             heappop(heap)
         return None
 
-    def own_count_leaving(self, run: Pages) -> int:
+    def own_count_leaving(self, run: Rows) -> int:
         """As `count_leaving`, among pages of one owner."""
-        is_later = self._stamps[run] > self._stamps[run[0]]
-        return int(is_later.argmax()) if is_later.any() else len(run)
+        return count_until(self._stamps[run] > self._stamps[run[0]])
 
     # What the index tells
 
@@ -67,7 +67,7 @@ class Shares(Policy):
         self._inner.match(page, num_found, num_asked, children)
         self._stamp_now(page)
 
-    def extend(self, pages: Pages, parent: int | None, is_fork: bool, key: int) -> None:
+    def extend(self, pages: Rows, parent: int | None, is_fork: bool, key: int) -> None:
         self._inner.extend(pages, parent, is_fork, key)
 
     def expose(self, page: int) -> None:
@@ -81,10 +81,10 @@ class Shares(Policy):
     def victim(self) -> int | None:
         return self._inner.victim()
 
-    def count_leaving(self, run: Pages) -> int:
+    def count_leaving(self, run: Rows) -> int:
         return self._inner.count_leaving(run)
 
-    def forget(self, run: Pages, key: int, parent: int | None, parent_is_leaf: bool) -> None:
+    def forget(self, run: Rows, key: int, parent: int | None, parent_is_leaf: bool) -> None:
         self._inner.forget(run, key, parent, parent_is_leaf)
         latest = int(self._stamps[run].max())
         self._stamps[run] = 0

@@ -6,7 +6,8 @@ from typing import Final
 
 import numpy as np
 
-from mlkv.store.policy.base import Pages, Policy
+from mlkv.store.page_arrays import Rows, count_until
+from mlkv.store.policy.base import Policy
 
 _NONE: Final = -1
 
@@ -44,7 +45,7 @@ class Sieve(Policy):
     def touch(self, page: int) -> None:
         self._marked[page] = self._place[page] != _UNLISTED
 
-    def extend(self, pages: Pages, parent: int | None, is_fork: bool, key: int) -> None:
+    def extend(self, pages: Rows, parent: int | None, is_fork: bool, key: int) -> None:
         """New pages count from their commit on."""
 
     def expose(self, page: int) -> None:
@@ -75,12 +76,11 @@ class Sieve(Policy):
             else:
                 return page
 
-    def count_leaving(self, run: Pages) -> int:
+    def count_leaving(self, run: Rows) -> int:
         """A parent that is not in the queue yet takes the place of its child, unmarked, and the hand is there."""
-        is_listed = self._places[run[1:]] != _UNLISTED
-        return int(is_listed.argmax()) + 1 if is_listed.any() else len(run)
+        return 1 + count_until(self._places[run[1:]] != _UNLISTED)
 
-    def forget(self, run: Pages, key: int, parent: int | None, parent_is_leaf: bool) -> None:
+    def forget(self, run: Rows, key: int, parent: int | None, parent_is_leaf: bool) -> None:
         for page in run[self._places[run] != _UNLISTED].tolist():
             self.hide(page)
             after = self._newer[page]
