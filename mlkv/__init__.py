@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mlkv.mover import Completion, Mover
     from mlkv.planner import Planner
     from mlkv.remote import RemoteMover, TransferOrder, TransferReport, TransferWorker
-    from mlkv.tasks import CacheStats, Failure, Hit, StepResult
+    from mlkv.tasks import NOTHING_TOLD, CacheStats, Failure, Hit, StepResult
 
 _MODULE_OF = {
     "AgreeConfig": "mlkv.config",
@@ -54,6 +54,7 @@ _MODULE_OF = {
     "MoveConfig": "mlkv.config",
     "Mover": "mlkv.mover",
     "MultiLevelCache": "mlkv.cache",
+    "NOTHING_TOLD": "mlkv.tasks",
     "Namespace": "mlkv.keys",
     "Place": "mlkv.dist",
     "Plane": "mlkv.layout",
@@ -87,6 +88,7 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "NOTHING_TOLD",
     "AgreeConfig",
     "AgreementError",
     "CacheStats",

@@ -40,7 +40,7 @@ from mlkv.planner import Planner
 from mlkv.rank_metrics import Watch
 from mlkv.remote import RemoteMover, connect_member
 from mlkv.store import Report, Stats, StoreClient
-from mlkv.tasks import CacheStats, StepResult
+from mlkv.tasks import NOTHING_TOLD, CacheStats, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -265,24 +265,25 @@ class MultiLevelCache:
         """
         if self._closed:
             raise CacheUsageError("step() on a closed cache")
+        lifecycle, agreement = self._lifecycle, self._agreement
         if self._strikes:
-            for strike in self._strikes.pop(self._lifecycle.stats.steps + 1, []):
+            for strike in self._strikes.pop(lifecycle.stats.steps + 1, []):
                 strike()
         for done in self._mover.poll():
             mark = _MARKS[done.kind]
             if done.num_good is not None:
                 log.warning("rank %d: %s: %s", self._replica.rank, done, done.reason)
-            self._agreement.member.finish(mark, done.number, done.num_good)
-        observer = self._lifecycle.observer
+            agreement.member.finish(mark, done.number, done.num_good)
+        observer = lifecycle.observer
         began_s = time.monotonic() if observer is not None else 0.0
-        agreed = self._agreement.step(self._lifecycle.collect_facts)
+        agreed = agreement.step(lifecycle.collect_facts)
         agreed_s = time.monotonic() if observer is not None else 0.0
-        result = self._lifecycle.apply(agreed)
-        self._lifecycle.stats.steps += 1
+        result = lifecycle.apply(agreed)
+        lifecycle.stats.steps += 1
         if observer is not None:
-            observer.stepped(self._lifecycle.stats.steps, began_s, agreed_s, time.monotonic())
-        if result:
-            told = msgspec.msgpack.encode((self._lifecycle.stats.steps, result))
+            observer.stepped(lifecycle.stats.steps, began_s, agreed_s, time.monotonic())
+        if result is not NOTHING_TOLD and result:
+            told = msgspec.msgpack.encode((lifecycle.stats.steps, result))
             self._digest = blake2b(self._digest + told, digest_size=16).digest()
         return result
 

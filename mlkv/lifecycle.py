@@ -7,6 +7,7 @@ store) reach outside, and both return at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -227,11 +228,14 @@ class Lifecycle:
 
     # -- the master's facts --------------------------------------------------------------------------------
 
-    def collect_facts(self) -> list[bytes]:
+    def collect_facts(self) -> Sequence[bytes]:
         """What the store has answered since the last step. On the master only."""
         assert self._planner is not None
+        answers = self._planner.poll()
+        if not answers:
+            return ()
         found = []
-        for answer in self._planner.poll():
+        for answer in answers:
             fact: Fact
             if isinstance(answer, HitAnswer):
                 fact = self._hit_fact(answer)

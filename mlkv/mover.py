@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -159,10 +160,10 @@ class Mover:
             log.warning("offload %d could not start: %s", number, entry.refused)
         self._offloads.append(entry)
 
-    def poll(self) -> list[Completion]:
+    def poll(self) -> Sequence[Completion]:
         """What finished since the last poll. Never blocks."""
         if not self._loads and not self._offloads:
-            return []
+            return ()
         now = time.monotonic()
         done = [self._load_completion(entry) for entry in _take_finished(self._loads, now)]
         for entry in self._offloads:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Union
 
@@ -180,8 +180,10 @@ class Planner:
             if opened.epoch != epoch:
                 self._answers.append(EpochAnswer(opened.epoch))
 
-    def poll(self) -> list[Answer]:
+    def poll(self) -> Sequence[Answer]:
         """What was answered since the last poll, in order. Never blocks and never raises for a failing store."""
+        if not self._asked and not self._answers:
+            return ()
         self._take_arrived()
         now = self._clock()
         for question in self._asked.values():

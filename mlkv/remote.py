@@ -7,7 +7,7 @@ executes them with a `TransferWorker` and sends *reports* back; a copy is done w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -113,8 +113,10 @@ class RemoteMover:
                 raise CacheUsageError(f"workers report {entry[0]} {entry[1]}, which is not in flight")
         self._heard = self._heard.merge(report)
 
-    def poll(self) -> list[Completion]:
+    def poll(self) -> Sequence[Completion]:
         """What all workers have finished since the last poll."""
+        if not self._heard.workers:
+            return ()
         done = [entry for entry, workers in self._heard.workers.items() if workers >= self._num_workers]
         completions = []
         for entry in sorted(done, key=lambda entry: (entry[1], entry[0] == "offloaded")):
@@ -177,7 +179,7 @@ class TransferWorker:
         start = self._mover.load if order.kind == "load" else self._mover.offload
         start(order.number, order.pages, torch.from_numpy(order.slots))
 
-    def poll(self) -> list[Completion]:
+    def poll(self) -> Sequence[Completion]:
         """What finished here since the last poll; `TransferReport.of` makes it a report. Never blocks."""
         return self._mover.poll()
 

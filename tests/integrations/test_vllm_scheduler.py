@@ -309,3 +309,36 @@ def test_only_requests_in_flight_are_remembered(bench: Bench) -> None:
     kept = [value for value in vars(bench.side).values() if isinstance(value, (dict, list))]
     assert not any(kept[1:])
     assert len(bench.side.take_load_ids()) == 0
+
+
+def test_an_engine_that_waits_for_a_load_sleeps_between_steps() -> None:
+    bench = Bench(faults="delay=all/load:200-200ms")
+    bench.store(TOKENS)
+    bench.admit(bench.new("again", TOKENS))
+    steps, begin = 0, time.monotonic()
+    while "again" not in bench.received:
+        bench.step()
+        bench.side.rest()
+        steps += 1
+    waited_s = time.monotonic() - begin
+    bench.cache.close()
+    assert waited_s > 0.19
+    # From the fourth nap on each takes a millisecond; without them there would be thousands.
+    assert steps <= 10 + waited_s / 0.001
+
+
+def test_an_engine_that_waits_for_nothing_does_not_sleep(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr("mlkv.integrations.vllm.scheduler.time.sleep", naps.append)
+    bench.step()
+    bench.side.rest()
+    assert naps == []
+
+
+def test_a_step_that_computes_is_told_from_one_that_does_not(bench: Bench) -> None:
+    request = bench.new("a", list(range(PAGE)))
+    bench.admit(request)
+    bench.step(request)
+    assert bench.side.computes
+    bench.step()
+    assert not bench.side.computes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,9 +16,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from mlkv import ConfigError, MultiLevelCache
-from mlkv.integrations.vllm.metrics import MLKVPromMetrics, MLKVStats, StatsSource
-from mlkv.integrations.vllm.ranks import CentralScheduler, LocalRank, RemoteRank, StepOrders, make_worker_half
-from mlkv.integrations.vllm.scheduler import SchedulerSide
+from mlkv.integrations.vllm.metrics import MLKVPromMetrics, MLKVStats
+from mlkv.integrations.vllm.ranks import (
+    NO_ORDERS,
+    CentralScheduler,
+    LocalRank,
+    RemoteRank,
+    StepOrders,
+    make_worker_half,
+)
+from mlkv.integrations.vllm.scheduler import NO_OUTCOME, SchedulerSide
 from mlkv.integrations.vllm.settings import Settings, read_settings
 
 if TYPE_CHECKING:
@@ -29,12 +37,16 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-_NO_ORDERS = StepOrders()
-"""Where scheduler and worker share a process and need none."""
+_NO_BLOCKS: frozenset[int] = frozenset()
+_NOTHING_OVER = KVConnectorTransferResults(*[frozenset()] * 3)
+"""Of idle steps. Frozen, so that nobody can leave something in what all of them share."""
 
 
 class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One of these in vLLM's scheduler, one in each worker.
+
+    vLLM calls some twenty of its methods in every step. Those that mostly have nothing to do find that out with as
+    few further calls as they can.
 
     Raises:
         ConfigError: for settings that are wrong, or a deployment that mlkv does not serve.
@@ -48,30 +60,29 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = read_settings(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._central: CentralScheduler | None = None
-        self._worker: LocalRank | RemoteRank | None = None
-        self._bad_blocks: set[int] = set()
-        self._stats = StatsSource()
+        self._rank: LocalRank | None = None  # this engine's worker, where it is in the process of its scheduler
+        self._remote: RemoteRank | None = None
+        self._bad_blocks: Set[int] = _NO_BLOCKS
         # Where the caller of the engine drives its steps, none comes after the last request has ended.
         self._drains = self._settings.one_process and not vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(self._settings)
             if self._settings.one_process:
-                self._worker = self._find_worker()
-                self._worker.scheduler = self._scheduler
-                self._scheduler.cache = self._worker.cache
+                self._rank = self._find_rank()
+                self._rank.serve(self._scheduler)
             else:
                 self._central = CentralScheduler(self._settings, self._scheduler)
 
     @classmethod
     def local_caches(cls) -> list[MultiLevelCache]:
         """The caches of the engines whose scheduler and worker live in this process."""
-        return [worker.cache for worker in cls._local.values()]
+        return [rank.cache for rank in cls._local.values()]
 
-    def _find_worker(self) -> LocalRank:
-        worker = self._local.get(self._settings.engine)
-        if worker is None:
+    def _find_rank(self) -> LocalRank:
+        rank = self._local.get(self._settings.engine)
+        if rank is None:
             raise ConfigError("the worker of this engine is not in the process of its scheduler")
-        return worker
+        return rank
 
     @staticmethod
     def make_worker_half(settings: Settings, kv_caches: dict[str, torch.Tensor]) -> LocalRank | RemoteRank:
@@ -85,23 +96,31 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._central is not None:
             self._central.close()
             self._central = None
-        if self.role is KVConnectorRole.WORKER and self._worker is not None:
+        if self.role is KVConnectorRole.WORKER:
             self._local.pop(self._settings.engine, None)
-            self._worker.close()
-            self._worker = None
+            for half in (self._rank, self._remote):
+                if half is not None:
+                    half.close()
+            self._rank = self._remote = None
 
     # -- worker --------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker = self.make_worker_half(self._settings, kv_caches)
-        if isinstance(self._worker, LocalRank):
-            self._local[self._settings.engine] = self._worker
+        half = self.make_worker_half(self._settings, kv_caches)
+        if isinstance(half, LocalRank):
+            self._rank = self._local[self._settings.engine] = half
+        else:
+            self._remote = half
+
+    # Every layer asks, for the sake of `wait_for_layer_load` and `save_kv_layer`, which need not be called.
+    # `bool()` is False, and unlike a method that says so it costs no frame.
+    has_connector_metadata = staticmethod(bool)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if isinstance(self._worker, LocalRank):
-            self._worker.before_model()
-        elif self._worker is not None:
-            self._worker.before_model(self._orders())
+        if self._rank is not None:
+            self._rank.before_model()
+        elif self._remote is not None:
+            self._remote.before_model(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are complete before their request is scheduled."""
@@ -110,36 +129,31 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whole pages are stored after the model, not layers during it."""
 
     def wait_for_save(self) -> None:
-        if isinstance(self._worker, LocalRank):
-            self._worker.after_model()
-        elif self._worker is not None:
-            self._worker.after_model(self._orders())
+        if self._rank is not None:
+            self._rank.after_model()
+        elif self._remote is not None:
+            self._remote.after_model(self._orders())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Called once in every step of the engine, on every rank."""
-        if self._worker is None:
-            return KVConnectorTransferResults()
-        outcome = self._worker.step()
-        if not outcome:
-            return KVConnectorTransferResults()
+        half = self._remote if self._rank is None else self._rank
+        outcome = NO_OUTCOME if half is None else half.step()
+        if outcome is NO_OUTCOME:
+            return _NOTHING_OVER
         self._bad_blocks = outcome.bad_blocks
         return KVConnectorTransferResults(finished_recving=outcome.received)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> Set[int]:
         """Of the loads that the last `get_transfer_results` has reported as over."""
-        bad, self._bad_blocks = self._bad_blocks, set()
+        bad, self._bad_blocks = self._bad_blocks, _NO_BLOCKS
         return bad
 
     def build_connector_worker_meta(self) -> Any:
-        return self._worker.take_report() if isinstance(self._worker, RemoteRank) else None
+        return None if self._remote is None else self._remote.take_report()
 
     def get_kv_connector_stats(self) -> MLKVStats | None:
-        if self._central is not None:
-            return self._stats.take(self._central.cache.counters)
-        if self.role is KVConnectorRole.WORKER and isinstance(self._worker, LocalRank):
-            counters = self._worker.take_counters()
-            return None if counters is None else self._stats.take(counters)
-        return None
+        source = self._central if self._rank is None else self._rank
+        return None if source is None else source.take_stats()
 
     def _orders(self) -> StepOrders:
         metadata = self._get_connector_metadata()
@@ -168,8 +182,9 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        self._side.scheduled(scheduler_output)
-        return _NO_ORDERS if self._central is None else self._central.plan()
+        assert self._scheduler is not None
+        self._scheduler.scheduled(scheduler_output)
+        return NO_ORDERS if self._central is None else self._central.plan()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._central is not None:
@@ -179,8 +194,8 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         loaded_tokens = self._side.finished(request, block_ids[0])
-        if self._drains and not self._side.num_live and isinstance(self._worker, LocalRank):
-            self._worker.drain()
+        if self._drains and self._rank is not None and not self._side.num_live:
+            self._rank.drain()
         # Told with the answer; blocks that are still being read have references of their own.
         return False, {"mlkv_loaded_tokens": loaded_tokens} if loaded_tokens else None
 

@@ -66,6 +66,7 @@ class Rank:
             tensor_parallel_size=plan.tp,
             data_parallel_size=plan.dp,
             distributed_executor_backend="external_launcher",
+            worker_cls="mlkv.integrations.vllm.cpu_worker.JobWorker" if plan.device == "cpu" else "auto",
             dtype=plan.dtype,
             enforce_eager=True,
             block_size=plan.block_tokens,

@@ -9,6 +9,7 @@ workers (`RemoteRank`) answer in its worker metadata, and its aggregator waits f
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +17,18 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from mlkv import (
-    CacheStats,
+    NOTHING_TOLD,
     DeadlineExceeded,
     MultiLevelCache,
     RankSlice,
     RemoteMover,
     Replica,
+    StepResult,
     TransferOrder,
     TransferReport,
     TransferWorker,
 )
+from mlkv.integrations.vllm.metrics import MLKVStats, StatsSource
 from mlkv.integrations.vllm.scheduler import NO_OUTCOME, Outcome, SchedulerSide
 from mlkv.integrations.vllm.settings import Settings
 
@@ -35,13 +38,17 @@ _DRAIN_POLL_S = 0.0002
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to every worker. Empty where both share a process.
+    """From the scheduler to every worker.
 
     `loads`: number of a load -> vLLM's request id and the blocks that the load fills.
     """
 
     orders: list[TransferOrder] = field(default_factory=list)
     loads: dict[int, tuple[str, list[int]]] = field(default_factory=dict)
+
+
+NO_ORDERS = StepOrders()
+"""Of idle steps, and where scheduler and worker share a process; only to be read."""
 
 
 @dataclass
@@ -59,15 +66,19 @@ class LocalRank:
     """Worker and scheduler of one rank in one process.
 
     Attributes:
-        scheduler: set when vLLM has made its scheduler, which is after the worker.
+        before_model, after_model: to be called in every step of the engine, once `serve` has been.
     """
+
+    before_model: Callable[[], None]
+    after_model: Callable[[], None]
 
     def __init__(self, settings: Settings, kv_caches: dict[str, torch.Tensor]) -> None:
         pool = settings.pool(kv_caches)
         replica, rank_slice = self._place(settings)
         self.cache = MultiLevelCache(settings.config, settings.layout, pool, replica, rank_slice=rank_slice)
-        self.scheduler: SchedulerSide | None = None
-        self._has_counted = False
+        self._scheduler: SchedulerSide | None = None
+        self._stats = StatsSource()
+        self._has_counted = False  # whether a step has told something since `take_stats`
         self._early = NO_OUTCOME
 
     def _place(self, settings: Settings) -> tuple[Replica, RankSlice | None]:
@@ -78,47 +89,49 @@ class LocalRank:
 
         return Replica.from_group(get_tp_group().cpu_group, deadline_s=settings.config.agree.deadline_s), None
 
-    def before_model(self) -> None:
-        assert self.scheduler is not None
-        self.scheduler.start_loads()
-
-    def after_model(self) -> None:
-        assert self.scheduler is not None
-        self.scheduler.start_stores()
+    def serve(self, scheduler: SchedulerSide) -> None:
+        """From now on work for this scheduler. vLLM makes it after the worker, and before the first step."""
+        scheduler.cache = self.cache
+        self._scheduler = scheduler
+        self.before_model = scheduler.start_loads
+        self.after_model = scheduler.start_stores
 
     def step(self) -> Outcome:
         """The one step of the cache in a step of the engine."""
-        assert self.scheduler is not None
+        scheduler = self._scheduler
+        assert scheduler is not None
         result = self.cache.step()
-        if result or self.cache.pending:
-            self._has_counted = True
-        outcome = self.scheduler.on_step(result)
-        if self._early:
-            early, self._early = self._early, NO_OUTCOME
-            return early.plus(outcome)
-        return outcome
+        if result is NOTHING_TOLD and self._early is NO_OUTCOME:
+            if not scheduler.computes:
+                scheduler.rest()
+            return NO_OUTCOME
+        self._has_counted = True
+        early, self._early = self._early, NO_OUTCOME
+        return early.plus(scheduler.on_step(result))
 
     def drain(self) -> None:
         """Step until nothing is in flight. For when the last request has ended: nobody would step any more.
 
         All ranks end their last request in the same step, so all of them come here, and leave together.
         """
-        assert self.scheduler is not None
-        self.scheduler.start_stores()
+        assert self._scheduler is not None
+        self._scheduler.start_stores()
         give_up_at = time.monotonic() + _DRAIN_DEADLINE_S
         while self.cache.pending:
             if time.monotonic() > give_up_at:
                 raise DeadlineExceeded(f"{self.cache.pending} copies did not end within {_DRAIN_DEADLINE_S:g} s")
-            self._has_counted = True
-            self._early = self._early.plus(self.scheduler.on_step(self.cache.step()))
+            result = self.cache.step()
+            if result:
+                self._early = self._early.plus(self._scheduler.on_step(result))
+                self._has_counted = True
             time.sleep(_DRAIN_POLL_S)
 
-    def take_counters(self) -> CacheStats | None:
-        """The cache's counters, unless they are what they were at the last call."""
+    def take_stats(self) -> MLKVStats | None:
+        """What was counted since the last call, as far as it has come to something."""
         if not self._has_counted:
             return None
         self._has_counted = False
-        return self.cache.counters
+        return self._stats.take(self.cache.counters)
 
     def close(self) -> None:
         self.cache.close()
@@ -155,8 +168,10 @@ class RemoteRank:
                 self._half.execute(order)
 
     def step(self) -> Outcome:
-        outcome = Outcome()
         completions = self._half.poll()
+        if not completions:
+            return NO_OUTCOME
+        outcome = Outcome()
         self._report = TransferReport.of(completions)
         for done in completions:
             if done.kind != "loaded":
@@ -183,6 +198,7 @@ class CentralScheduler:
     def __init__(self, settings: Settings, scheduler: SchedulerSide) -> None:
         self._mover = RemoteMover(settings.tp)
         self._scheduler = scheduler
+        self._stats = StatsSource()
         num_slots = settings.num_blocks * settings.block_tokens
         self.cache = MultiLevelCache.central(
             settings.config, settings.layout, self._mover, engine=settings.engine, num_slots=num_slots
@@ -194,17 +210,27 @@ class CentralScheduler:
         self._scheduler.start_loads()
         self._scheduler.start_stores()
         self._step()
-        return StepOrders(self._mover.take_orders(), self._scheduler.take_load_ids())
+        orders = self._mover.take_orders()
+        return StepOrders(orders, self._scheduler.take_load_ids()) if orders else NO_ORDERS
 
     def hear(self, report: Any) -> None:
         """The aggregated report of a step's workers, if they had anything to tell."""
         if isinstance(report, StepReport):
             self._mover.hear(report.report)
-        self._step()
+        if self.cache.pending:  # else there is nothing that could end: the step of `plan` is enough
+            result = self._step()
+            if not result and not self._scheduler.computes:
+                self._scheduler.rest()
 
-    def _step(self) -> None:
+    def take_stats(self) -> MLKVStats | None:
+        """What was counted since the last call."""
+        return self._stats.take(self.cache.counters)
+
+    def _step(self) -> StepResult:
+        result = self.cache.step()
         # Workers tell vLLM themselves which loads are over; here only leases and blocks are given back.
-        self._scheduler.on_step(self.cache.step())
+        self._scheduler.on_step(result)
+        return result
 
     def close(self) -> None:
         self.cache.close()
