@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlkv.errors import ConfigError, TierUnavailable
-from mlkv.page import IDENTITY_BYTES, peek_header
+from mlkv.page import IDENTITY_BYTES, peek_headers
 from mlkv.store.tiers import naming
 from mlkv.store.tiers.base import ReadOnlyPages, StoredPage, Tier, TierStats, WritablePages
 from mlkv.store.tiers.catalog import max_catalog_bytes
@@ -131,12 +131,14 @@ class DiskTier(Tier):
             read_slots = [slot for _, slot in here]
             bad: list[int] = []
             try:
-                outcomes = volume.slab.read(read_slots, [pages[place] for place, _ in here], give_up_at)
-                for (place, slot), outcome in zip(here, outcomes, strict=True):
-                    if outcome is None:
-                        header = peek_header(np.frombuffer(pages[place], np.uint8, IDENTITY_BYTES))
-                        done[place] = header is not None and volume.index.is_expected_in(slot, header.identity)
-                    if not done[place] and not isinstance(outcome, TimeoutError):
+                into = [pages[place] for place, _ in here]
+                outcomes = volume.slab.read(read_slots, into, give_up_at)
+                headers = peek_headers(_headers(into))
+                is_right = (headers.is_valid & volume.index.is_expected_in(read_slots, headers)).tolist()
+                for (place, slot), outcome, right in zip(here, outcomes, is_right, strict=True):
+                    if outcome is None and right:
+                        done[place] = True
+                    elif not isinstance(outcome, TimeoutError):
                         bad.append(slot)
             finally:
                 with volume.index_lock:
@@ -282,6 +284,11 @@ class DiskTier(Tier):
         if volume is None:
             raise TierUnavailable(f"the disk tier in {self._directory} is not connected")
         return volume
+
+
+def _headers(pages: Sequence[memoryview]) -> NDArray[np.uint8]:
+    """Copies of what the pages begin with, uint8 `[n, IDENTITY_BYTES]`."""
+    return np.frombuffer(b"".join([page[:IDENTITY_BYTES] for page in pages]), np.uint8).reshape(-1, IDENTITY_BYTES)
 
 
 def _raise_if_all_failed(outcomes: list[Outcome], verb: str, volume: DiskVolume) -> None:

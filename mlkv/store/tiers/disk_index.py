@@ -6,14 +6,20 @@ import heapq
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from mlkv.page import PageIdentity
+import numpy as np
+from numpy.typing import NDArray
+
+from mlkv.page import PageHeaders
 from mlkv.store.tiers.base import StoredPage
 from mlkv.store.tiers.catalog import Row
 from mlkv.store.tiers.recency import Recency
 
+_KEY: Final = np.dtype("V16")
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class Intent:
     """A page that is being written. `slot` is None when there is no room for it.
 
@@ -125,25 +131,30 @@ class DiskIndex:
         """Every key that is present, in no order."""
         return list(self._slot_of)
 
-    def is_expected_in(self, slot: int, found: PageIdentity) -> bool:
-        """Whether a page that was read from a slot is the one that was written there. Only between begin and end
-        of a read; needs no lock then, since the slot stays as it is."""
-        return (found.key, found.parent, found.generation) == (
-            self._key[slot],
-            self._parent[slot],
-            self._generation[slot],
-        )
+    def is_expected_in(self, slots: Sequence[int], found: PageHeaders) -> NDArray[np.bool_]:
+        """Whether each page that was read from `slots` is the one that was written there, bool `[n]`.
+
+        Only between begin and end of a read; needs no lock then, since the slots stay as they are.
+        """
+        keys = np.frombuffer(b"".join([self._key[slot] for slot in slots]), _KEY)
+        parents = np.frombuffer(b"".join([self._parent[slot] for slot in slots]), _KEY)
+        generations = np.fromiter((self._generation[slot] for slot in slots), np.uint64, len(slots))
+        is_same: NDArray[np.bool_] = keys == np.frombuffer(found.keys, _KEY)
+        is_same &= parents == np.frombuffer(found.parents, _KEY)
+        is_same &= generations == found.generations
+        return is_same
 
     # Read
 
     def begin_read(self, keys: Sequence[bytes]) -> list[int | None]:
         """The slot of each key, or None; those slots stay as they are until `end_read`."""
-        slots = [self._slot_of.get(key) for key in keys]
+        slots = [*map(self._slot_of.get, keys)]
         deepest: int | None = None
+        readers, hide = self._readers, self.recency.hide
         for slot in slots:
             if slot is not None:
-                self._readers[slot] = self._readers.get(slot, 0) + 1
-                self.recency.hide(slot)
+                readers[slot] = readers.get(slot, 0) + 1
+                hide(slot)
                 deepest = slot
         if deepest is not None:
             self.recency.use(deepest, self.recency.next_use())
@@ -154,27 +165,30 @@ class DiskIndex:
         for slot in bad:
             if self._is_present(slot):
                 self._condemn(slot)
+        readers, children = self._readers, self._children
         for slot in slots:
-            self._readers[slot] -= 1
-            if self._readers[slot] == 0:
-                del self._readers[slot]
-                if slot in self._cleaned_but_read:
-                    self._cleaned_but_read.discard(slot)
-                    heapq.heappush(self._free, slot)
-                elif self._is_present(slot):
-                    self._refresh(slot)
+            if readers[slot] > 1:
+                readers[slot] -= 1
+                continue
+            del readers[slot]
+            if slot in self._cleaned_but_read:
+                self._cleaned_but_read.discard(slot)
+                heapq.heappush(self._free, slot)
+            elif self._key[slot] not in children and self._is_present(slot):
+                self.recency.expose(slot)
 
     # Write
 
     def intend(self, pages: Sequence[StoredPage]) -> list[Intent]:
         """Intents for those of `pages` that are neither here in this generation nor being written."""
         intents: list[Intent] = []
+        slot_of, being_written = self._slot_of, self._intents
         for page in pages:
-            if page.key in self._intents or self.has(page.key, page.generation):
+            key = page.key
+            if key in being_written or (key in slot_of and self.has(key, page.generation)):
                 continue
-            intent = Intent(page)
+            intent = being_written[key] = Intent(page)
             intents.append(intent)
-            self._intents[page.key] = intent
             self._link(page.parent)
         return intents
 
@@ -198,24 +212,29 @@ class DiskIndex:
     def rows_for(self, intents: Iterable[Intent]) -> list[Row]:
         """The rows that make these intents survive a restart. Slots of what they replace are condemned."""
         rows: list[Row] = []
-        for intent in intents:
-            replaced = self._slot_of.get(intent.page.key)
+        for use, intent in enumerate(intents, self.recency.latest + 1):
+            page, slot = intent.page, intent.slot
+            replaced = self._slot_of.get(page.key)
             if replaced is not None:
                 self._condemn(replaced)
-            assert intent.slot is not None
-            page = intent.page
-            use = self.recency.next_use()
-            rows.append(Row(intent.slot, page.key, page.parent, page.generation, use))
+            assert slot is not None
+            rows.append(Row(slot, page.key, page.parent, page.generation, use))
+        self.recency.latest += len(rows)
         return rows
 
     def publish(self, intents: Iterable[Intent], rows: Iterable[Row]) -> None:
         """These pages are present from now on; `rows` are those of `rows_for`."""
-        for intent, row in zip(intents, rows, strict=True):
-            self._drop_intent(intent)
-            self._place(row.slot, row.key, row.parent, row.generation)
-            self._link(row.parent)
-            self.recency.restore(row.slot, row.used)
-            self._refresh(row.slot)
+        being_written, children = self._intents, self._children
+        for intent, (slot, key, parent, generation, used) in zip(intents, rows, strict=True):
+            if being_written.get(key) is intent:
+                del being_written[key]
+            self._slot_of[key] = slot
+            self._key[slot] = key
+            self._parent[slot] = parent  # which its intent is linked to
+            self._generation[slot] = generation
+            self.recency.restore(slot, used)
+            if key not in children:
+                self.recency.expose(slot)
 
     def give_up(self, intents: Iterable[Intent], *, may_have_rows: bool = False) -> None:
         """These pages are not written after all. Their slots are free again, or condemned if rows may exist."""
@@ -268,12 +287,6 @@ class DiskIndex:
             self.recency.expose(slot)
         else:
             self.recency.hide(slot)
-
-    def _place(self, slot: int, key: bytes, parent: bytes, generation: int) -> None:
-        self._slot_of[key] = slot
-        self._key[slot] = key
-        self._parent[slot] = parent
-        self._generation[slot] = generation
 
     def _link(self, parent: bytes) -> None:
         self._children[parent] = self._children.get(parent, 0) + 1

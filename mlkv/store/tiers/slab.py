@@ -222,13 +222,16 @@ def _join_neighbours(slots: Sequence[int], page_bytes: int) -> list[_Request]:
     """Requests that cover `slots`, each for a run of neighbours and of bounded size, in the order of the file."""
     max_pages = min(_MAX_REQUEST_PAGES, max(1, _MAX_REQUEST_BYTES // page_bytes))
     requests: list[_Request] = []
+    members: list[int] = []
+    next_slot = -1
     for member in sorted(range(len(slots)), key=slots.__getitem__):
         slot = slots[member]
-        last = requests[-1] if requests else None
-        if last and slot == last.first_slot + len(last.members) and len(last.members) < max_pages:
-            last.members.append(member)
+        if slot == next_slot and len(members) < max_pages:
+            members.append(member)
         else:
-            requests.append(_Request(slot, [member]))
+            members = [member]
+            requests.append(_Request(slot, members))
+        next_slot = slot + 1
     return requests
 
 
