@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from types import MappingProxyType
 
 import msgspec
@@ -99,17 +99,13 @@ class Agreement:
         if self._stepping:
             raise CacheUsageError(f"step {self.member.step} still runs in another thread; there is one at a time")
         self._stepping = True
-        start = time.perf_counter()
+        start = perf_counter()
         member = self.member
         self._decisions.facts = facts
         try:
             report = member.report()
             message = self._channel.exchange(member.step, report, self._decisions)
-            if message:
-                agreed = self._apply(_decode_decision(message))
-            else:
-                member.apply_nothing()
-                agreed = _NOTHING
+            agreed = self._apply(_decode_decision(message)) if message else _NOTHING
         except AgreementError as error:
             self._break(error)
             raise
@@ -119,7 +115,7 @@ class Agreement:
             raise
         finally:
             self._stepping = False
-        self._costs_s.append(time.perf_counter() - start)
+        self._costs_s.append(perf_counter() - start)
         return agreed
 
     def cost_us(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from mlkv.dist.hierarchical_channel import HierarchicalChannel
 from mlkv.dist.ledger_channel import LedgerChannel
 from mlkv.dist.object_channel import ObjectChannel
 from mlkv.dist.replica import Replica
-from mlkv.dist.tensor_channel import TensorChannel
+from mlkv.dist.tensor_channel import open_tensor
 from mlkv.errors import ConfigError, MLKVError
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def open_channel(name: str, late: str, replica: Replica) -> Channel:
         return ObjectChannel(replica)
     if name == "ledger":
         return LedgerChannel(replica)
-    return _cross_hosts(name, replica, is_late)
+    return open_tensor(replica, is_late) if name == "tensor" else HierarchicalChannel(replica, late=is_late)
 
 
 def _choose(replica: Replica, late: bool) -> Channel:
@@ -66,16 +66,12 @@ def _choose(replica: Replica, late: bool) -> Channel:
         elif len(hosts) < replica.size:
             channel = HierarchicalChannel(replica, late=late)
         else:
-            channel = TensorChannel(replica, late=late)
+            channel = open_tensor(replica, late)
     except MLKVError as error:
         # Raised on every rank alike, so every rank comes here.
-        channel = TensorChannel(replica, late=late)
+        channel = open_tensor(replica, late)
         reason += f", without shared memory ({error})"
     if replica.is_master:
         lateness = ", one step late" if channel.late else ""
         log.info("replica %d agrees over %s%s: %s", replica.index, channel.name, lateness, reason)
     return channel
-
-
-def _cross_hosts(name: str, replica: Replica, late: bool) -> Channel:
-    return TensorChannel(replica, late=late) if name == "tensor" else HierarchicalChannel(replica, late=late)

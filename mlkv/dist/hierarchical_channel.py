@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mlkv.dist.channel import Channel, Decider
 from mlkv.dist.ledger_channel import HostLedger
 from mlkv.dist.replica import Replica
-from mlkv.dist.tensor_channel import TensorExchange
+from mlkv.dist.tensor_channel import TensorChannel, open_tensor
 from mlkv.errors import RankLost
 
 
@@ -23,9 +23,9 @@ class HierarchicalChannel(Channel):
     def __init__(self, replica: Replica, *, late: bool) -> None:
         self.late = late
         self._host = HostLedger(replica)
-        self._between: TensorExchange | None = None
+        self._between: TensorChannel | None = None
         if self._host.leads:
-            self._between = TensorExchange(replica, replica.host_ranks, late=late)
+            self._between = open_tensor(replica, late, replica.host_ranks)
 
     def exchange(self, step: int, report: bytes, decider: Decider) -> bytes:
         between = self._between
@@ -33,13 +33,13 @@ class HierarchicalChannel(Channel):
             return self._host.follow(step, report)
 
         def combine(step: int, reports: Sequence[bytes]) -> bytes:
-            return between.exchange(step, reports, decider)
+            return between.exchange(step, b"".join(reports), decider)
 
         return self._host.lead(step, report, combine)
 
     def leave(self, why: str, lost: RankLost | None) -> None:
         if lost is not None and self._between is not None:
-            self._between.post(lost)
+            self._between.leave(why, lost)
         self._host.leave(why, lost)
 
     def close(self) -> None:

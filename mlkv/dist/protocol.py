@@ -148,7 +148,7 @@ class Member:
         # Marks published in the newest step and in the one before, to which a late decision belongs.
         self._published: list[tuple[int, int, int]] = [(0, 0, 0), (0, 0, 0)]
         self._agreed = (0, 0, 0)
-        self._labels: list[tuple[int, Stream, int, str]] = []  # (step to publish it, ...) since the last decision
+        self._labels: list[tuple[int, Stream, int, str]] = []  # the newest: (step that publishes it, ...)
 
     def record(self, stream: Stream, identity: bytes, label: str) -> int:
         """Append an entry to a stream and return its number. `label` names it in errors."""
@@ -225,7 +225,9 @@ class Member:
         """
         if decision.diverged is not None:
             lost = decision.diverged
-            raise RanksDiverged(lost.rank, decision.step, f"{lost.why}; newest here: {self.describe_newest()}")
+            raise RanksDiverged(
+                lost.rank, decision.step, f"{lost.why}; newest here: {self.describe_newest(decision.step)}"
+            )
         if decision.master_error:
             raise MasterFailed(f"the master could not decide step {decision.step}: {decision.master_error}")
         if decision.step != self.step - self._lag:
@@ -244,22 +246,16 @@ class Member:
                 )
             popped.append(range(old + 1, new + 1))
         self._agreed = decision.marks
-        self._forget_labels(decision.step)
         return popped[0], popped[1], popped[2]
 
-    def apply_nothing(self) -> None:
-        """Accept a decision that leaves every mark where it is and tells nothing else."""
-        if self._labels:
-            self._forget_labels(self.step - self._lag)
-
-    def describe_newest(self) -> str:
-        """The entries since the last decision, for error messages."""
-        if not self._labels:
-            return "nothing since the last step"
-        return ", ".join(f"{stream.name.lower()}[{number}]={label}" for _, stream, number, label in self._labels)
-
-    def _forget_labels(self, decided_step: int) -> None:
-        self._labels = [entry for entry in self._labels if entry[0] > decided_step]
+    def describe_newest(self, step: int) -> str:
+        """The entries published in `step` and since, for error messages about its decision."""
+        newest = [
+            f"{stream.name.lower()}[{number}]={label}"
+            for published, stream, number, label in self._labels
+            if published >= step
+        ]
+        return ", ".join(newest) or "nothing since the last step"
 
 
 class Master:
@@ -320,7 +316,7 @@ class Master:
         return None
 
     def _describe_difference(self, rank: int, report: Progress, own: Progress) -> str:
-        newest = "" if self._own is None else f"; newest on the master: {self._own.describe_newest()}"
+        newest = "" if self._own is None else f"; newest on the master: {self._own.describe_newest(own.step)}"
         for stream in Stream:
             name = stream.name.lower()
             if report.counts[stream] != own.counts[stream]:

@@ -99,16 +99,19 @@ class _Rows:
         return words.tobytes()[:note_bytes]
 
 
-class TensorExchange:
-    """One all-gather per step among the leaders of teams of ranks. Not thread-safe.
+class TensorChannel(Channel):
+    """One all-gather per step among all ranks, or among the leaders of teams of ranks.
 
     Args:
         teams: the group ranks of the replica that each participant speaks for; together all of them. The first
-            rank of a team takes part for it; that of the first team is the master.
-        late: return in each step what the step before exchanged, and let the exchange of this step go on.
+            rank of a team takes part for it; that of the first team is the master. Default: each rank for itself.
     """
 
-    def __init__(self, replica: Replica, teams: Sequence[Sequence[int]], *, late: bool) -> None:
+    name = "tensor"
+
+    def __init__(self, replica: Replica, teams: Sequence[Sequence[int]] | None = None) -> None:
+        if teams is None:
+            teams = [(rank,) for rank in range(replica.size)]
         leaders = [team[0] for team in teams]
         own = leaders.index(replica.rank)
         self._has_note = own == 0
@@ -118,28 +121,21 @@ class TensorExchange:
         timeout = datetime.timedelta(seconds=replica.deadline_s)
         group = dist.ProcessGroupGloo(store, own, len(leaders), timeout)
         self._rows = _Rows(group, teams, own, replica.size)
-        self._behind = _Behind(self._rows) if late else None
         self._verdicts = Verdicts(replica, leaders)
         self._suspect = leaders[1 if own == 0 else 0]  # who it was a collective does not tell; see Verdicts
 
-    def exchange(self, step: int, reports: Sequence[bytes], decider: Decider) -> bytes:
-        """Bring the reports of this team to all, return the message of this step (or of the last, if late)."""
-        packed = reports[0] if len(reports) == 1 else b"".join(reports)
-        if self._behind is None:
-            self._rows.write(step, packed, decider.note() if self._has_note else b"")
-            complete = partial(self._complete, step)
-            complete(self._rows.gather())
-            return self._rows.message(step, decider, complete)
-        message = self._result(step - 1, self._behind) if step > 1 else b""
-        self._behind.start(step, packed, decider.note() if self._has_note else b"", decider)
-        return message
+    def exchange(self, step: int, report: bytes, decider: Decider) -> bytes:
+        """As of every channel; `report` is those of all ranks of this rank's team, joined in their order."""
+        self._rows.write(step, report, decider.note() if self._has_note else b"")
+        complete = partial(self._complete, step)
+        complete(self._rows.gather())
+        return self._rows.message(step, decider, complete)
 
-    def post(self, lost: RankLost) -> None:
-        self._verdicts.post(lost)
+    def leave(self, why: str, lost: RankLost | None) -> None:
+        if lost is not None:
+            self._verdicts.post(lost)
 
     def close(self) -> None:
-        if self._behind is not None:
-            self._behind.close(_CLOSE_DEADLINE_S)
         self._verdicts.close()
 
     def _complete(self, step: int, work: Any) -> None:
@@ -150,18 +146,6 @@ class TensorExchange:
             work.wait()
         except RuntimeError as error:
             raise self._broken(step, error, time.monotonic() - start) from error
-
-    def _result(self, step: int, behind: _Behind) -> bytes:
-        """The message of `step`, which has been under way since then."""
-        waited_s = 0.0
-        if not behind.is_done():
-            start = time.monotonic()
-            self._wait(step, behind.is_done)
-            waited_s = time.monotonic() - start
-        result = behind.take()
-        if isinstance(result, bytes):
-            return result
-        raise self._broken(step, result, waited_s) from result
 
     def _wait(self, step: int, is_done: Callable[[], bool]) -> None:
         patience = Patience(self._verdicts.patience_s)
@@ -181,63 +165,70 @@ class TensorExchange:
         return self._verdicts.conclude(step, self._suspect, why, waited_s)
 
 
-class _Behind:
-    """Exchanges and decides on a thread of its own.
+class LateTensorChannel(TensorChannel):
+    """Returns in each step what the step before exchanged, and lets the exchange of this step go on.
 
-    Starting a collective costs 40 to 90 us of the calling thread, reading what it brought ten more; handing over
-    and taking back cost a few. The thread waits inside Gloo, without the interpreter lock. At most one exchange is
-    under way, which bounds both queues.
+    Exchanges and decides on a thread of its own: starting a collective costs 40 to 90 us of the calling thread,
+    reading what it brought ten more; waking a thread costs five. That thread waits inside Gloo, without the
+    interpreter lock. One exchange is under way at most.
     """
 
-    def __init__(self, rows: _Rows) -> None:
-        self._rows = rows
-        self._orders: queue.SimpleQueue[tuple[int, bytes, bytes, Decider] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    late = True
+
+    def __init__(self, replica: Replica, teams: Sequence[Sequence[int]] | None = None) -> None:
+        super().__init__(replica, teams)
+        # Of the newest exchange: None while it is under way or has failed, empty before the first.
+        self._message: bytes | None = b""
+        self._error: Exception | None = None
+        # The exchange to make. The thread reads it when `_orders` says so: True to go on, False to end.
+        self._step, self._report, self._note = 0, b"", b""
+        self._decider: Decider
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mlkv-agree", daemon=True)
         self._thread.start()
 
-    def start(self, step: int, packed: bytes, note: bytes, decider: Decider) -> None:
-        self._orders.put((step, packed, note, decider))
-
-    def is_done(self) -> bool:
-        return not self._results.empty()
-
-    def take(self) -> bytes | Exception:
-        """The message, or why there is none. Only when `is_done`."""
-        return self._results.get_nowait()
-
-    def close(self, deadline_s: float) -> None:
-        """The last exchange ends when all ranks have begun it; one that cannot is left to its own deadline."""
-        self._orders.put(None)
-        self._thread.join(deadline_s)
-
-    def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            step, packed, note, decider = order
-            try:
-                self._rows.write(step, packed, note)
-                self._rows.gather().wait()
-                result: bytes | Exception = self._rows.message(step, decider, lambda work: work.wait())
-            except Exception as error:  # whatever it is, the thread that steps waits for a result
-                result = error
-            self._results.put(result)
-
-
-class TensorChannel(Channel):
-    """Every rank takes part in the all-gather itself."""
-
-    name = "tensor"
-
-    def __init__(self, replica: Replica, *, late: bool) -> None:
-        self.late = late
-        self._exchange = TensorExchange(replica, [(rank,) for rank in range(replica.size)], late=late)
-
     def exchange(self, step: int, report: bytes, decider: Decider) -> bytes:
-        return self._exchange.exchange(step, [report], decider)
-
-    def leave(self, why: str, lost: RankLost | None) -> None:
-        if lost is not None:
-            self._exchange.post(lost)
+        # This is what agreeing adds to a step. A processor that comes from other work has to fetch each piece of
+        # code and each object anew, so it pays for how many they are, hardly for instructions.
+        message = self._message
+        if message is None:
+            message = self._await_message(step - 1)
+        self._note = decider.note() if self._has_note else b""
+        self._step = step
+        self._report = report
+        self._decider = decider
+        self._message = None
+        self._orders.put(True)
+        return message
 
     def close(self) -> None:
-        self._exchange.close()
+        """The last exchange ends when all ranks have begun it; one that cannot is left to its own deadline."""
+        self._orders.put(False)
+        self._thread.join(_CLOSE_DEADLINE_S)
+        super().close()
+
+    def _await_message(self, step: int) -> bytes:
+        """The message of `step`, which has been under way since then."""
+        start = time.monotonic()
+        self._wait(step, self._is_done)
+        if self._error is not None:
+            raise self._broken(step, self._error, time.monotonic() - start) from self._error
+        assert self._message is not None
+        return self._message
+
+    def _is_done(self) -> bool:
+        return self._message is not None or self._error is not None
+
+    def _run(self) -> None:
+        while self._orders.get():
+            try:
+                self._rows.write(self._step, self._report, self._note)
+                self._rows.gather().wait()
+                self._message = self._rows.message(self._step, self._decider, lambda work: work.wait())
+            except Exception as error:  # whatever it is, the thread that steps waits for an outcome
+                self._error = error
+
+
+def open_tensor(replica: Replica, late: bool, teams: Sequence[Sequence[int]] | None = None) -> TensorChannel:
+    """See `TensorChannel`. Collective over the participants."""
+    return LateTensorChannel(replica, teams) if late else TensorChannel(replica, teams)

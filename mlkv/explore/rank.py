@@ -284,7 +284,6 @@ class VirtualRank:
     def receive(self, message: bytes) -> StepResult:
         """Apply the message of a step as `Agreement` does."""
         if not message:
-            self.member.apply_nothing()
             return self.lifecycle.apply(_NOTHING)
         decision = msgspec.msgpack.decode(message, type=Decision)
         popped = self.member.apply(decision)

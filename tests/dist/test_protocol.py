@@ -256,7 +256,7 @@ def test_a_late_member_applies_the_decision_of_the_step_before() -> None:
     member.finish(Mark.LOADED, 2)
     member.progress()
     assert member.apply(Decision(1, (1, 0, 0)))[Mark.LOADED] == range(1, 2)
-    assert member.describe_newest() == "loads[2]=second"
+    assert member.describe_newest(2) == "loads[2]=second"
     member.progress()
     assert member.apply(Decision(2, (2, 0, 0)))[Mark.LOADED] == range(2, 3)
 
