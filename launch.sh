@@ -5,17 +5,20 @@ set -euo pipefail
 root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)"
 source "$root/scripts/env.sh"
 
-extras=(engine gguf)
+model=(gguf)
+remote=()
 environment=mlkv_environment
 before=""
 for argument in "$@"; do
     [[ "$argument" == -- ]] && break
     # Models that do not come as GGUF need no reader of it.
-    [[ "$argument" == *random:* ]] && extras=(engine)
+    [[ "$argument" == *random:* ]] && model=()
+    # Of mooncake there are several packages, one for each kind of machine.
+    [[ "$argument" =~ (redis|s3)s?:// ]] && remote=("${BASH_REMATCH[1]}")
     [[ "$before=$argument" == --engine=vllm || "$argument" == --engine=vllm ]] && environment=mlkv_vllm_environment
     before="$argument"
 done
 
-"$environment" "${extras[@]}"
+"$environment" engine "${model[@]}" "${remote[@]}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m mlkv.engine.launch "$@"

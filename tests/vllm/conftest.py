@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,7 @@ def run(model: str, tmp_path: Path) -> Run:
     """Run a job of the given shape on the model: `run(tp=2, backend="mp", connector="MLKVConnector")`."""
 
     def run_it(*, stall_s: float = 400.0, **task: Any) -> Ended:
-        folder = tmp_path / f"job{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix="job", dir=tmp_path))
         return run_job(folder, {"model": model, **task}, stall_s=stall_s)
 
     return run_it

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlkv.engine.on_vllm import no_shared_memory_left
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = float(os.environ.get("VLLM_TEST_DEADLINE_S", "420"))
 
@@ -60,16 +62,12 @@ def run_job(folder: Path, task: dict[str, Any], *, stall_s: float = DEADLINE_S) 
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     if external or task["backend"] is None:
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    shared_before = _shared_memory()
     start = time.monotonic()
-    with open(folder / "log", "w") as log:
+    with no_shared_memory_left(), open(folder / "log", "w") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         kind = _watch(process, folder, start, stall_s)
-    for name in _shared_memory() - shared_before:
-        if "cpushm" in name:  # vLLM leaves it behind when its ranks are killed
-            Path("/dev/shm", name).unlink(missing_ok=True)
     text = (folder / "log").read_text(errors="replace")
     outs = [folder / f"out.{rank}" for rank in range(num_ranks)]
     if kind == "done" and not all(out.exists() for out in outs):
@@ -101,7 +99,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         give_up_at = time.monotonic() + _TERM_GRACE_S
         while process.poll() is None and time.monotonic() < give_up_at:
             time.sleep(0.1)
-
-
-def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()

@@ -49,6 +49,7 @@ def run(task: dict[str, Any], progress: Path) -> dict[str, Any]:
         "tensor_parallel_size": task["tp"],
         "data_parallel_size": task.get("dp", 1),
         "distributed_executor_backend": task["backend"],
+        "worker_cls": task.get("worker", "auto"),
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 2048,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ Truth = list[list[list[int]]]
 STORE = {"host_bytes": "64MiB"}
 # Drawn anew for each load and each rank, so ranks finish in different orders.
 SLOW = "delay=all/load:0-80ms,delay=all/offload:0-30ms"
+
+# Two jobs on one host must not share vLLM's memory; three ranks may have fewer cores.
+WORKER = "mlkv.integrations.vllm.cpu_worker.JobWorker"
 
 
 def with_mlkv(tp: int, backend: str | None, **more: Any) -> dict[str, Any]:
@@ -48,10 +52,18 @@ def test_two_workers_of_the_multiprocessing_executor(run: Run, truth: Truth) -> 
     check("TP=2, mp executor, slow loads", run(**with_mlkv(2, "mp", extra={"faults": SLOW})), truth)
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-def test_torchrun_with_loads_that_end_in_different_orders(run: Run, truth: Truth, tp: int) -> None:
-    task = with_mlkv(tp, "external_launcher", extra={"faults": SLOW})
+@pytest.mark.parametrize(("tp", "worker"), [(2, "auto"), (3, WORKER)])
+def test_torchrun_with_loads_that_end_in_different_orders(run: Run, truth: Truth, tp: int, worker: str) -> None:
+    task = with_mlkv(tp, "external_launcher", worker=worker, extra={"faults": SLOW})
     check(f"TP={tp}, torchrun, slow loads", run(**task), truth)
+
+
+def test_two_jobs_on_one_host_at_once(run: Run, truth: Truth) -> None:
+    task = with_mlkv(2, "external_launcher", worker=WORKER)
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(run, **task) for _ in range(2)]
+    for number, job in enumerate(jobs, start=1):
+        check(f"TP=2, torchrun, job {number} of 2 at once", job.result(), truth)
 
 
 def test_torchrun_with_two_replicas(run: Run, truth: Truth) -> None:

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from mlkv import MultiLevelCache
+from mlkv import MultiLevelCache, init_process_group
 from mlkv.engine import plan as files
 from mlkv.engine.model import Geometry
 from mlkv.engine.plan import JobPlan
@@ -54,6 +54,8 @@ class Rank:
         from vllm import LLM
 
         plan = self.plan
+        # Else vLLM does, and ranks that torchrun has started again may meet addresses of their former selves.
+        init_process_group(plan.backend)
         settings = {
             "model": plan.model.digest,
             "page_tokens": plan.page_tokens,
