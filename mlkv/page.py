@@ -68,6 +68,7 @@ _MASK64 = (1 << 64) - 1
 # 2014) spread the small counters over all bits.
 _GENERATION_MIX = 0x9E3779B97F4A7C15
 _HEAD_MIX = 0xBF58476D1CE4E5B9
+_GENERATION_MIX_64 = np.uint64(_GENERATION_MIX)
 _CHUNK_WORDS = 1 << 16  # summed at a time, so that temporaries stay in cache
 
 assert _IDENTITY.size + _CRC.size == IDENTITY_BYTES <= HEADER_IDENTITY_BYTES
@@ -166,7 +167,7 @@ class PageHeaders:
 
 def peek_headers(headers: ByteArray) -> PageHeaders:
     """`peek_header` for a batch. `headers`: uint8 `[n, at least 76]`."""
-    records = np.ascontiguousarray(headers[:, :IDENTITY_BYTES]).view(_IDENTITY_RECORD)[:, 0]
+    records = np.ascontiguousarray(identity_records(headers))
     heads, head_bytes = records["heads"].astype(np.int64), records["head_bytes"].astype(np.int64)
     is_valid: npt.NDArray[np.bool_] = (
         (records["magic"] == MAGIC)
@@ -204,13 +205,29 @@ def read_identity(page: ByteArray, layout: KVLayout) -> PageIdentity | None:
 
 def identity_matches(page: ByteArray, layout: KVLayout, key: bytes, fingerprint: bytes, generation: int) -> bool:
     """Whether a page says that it holds exactly this write of this key."""
-    found = read_identity(page, layout)
-    return (
-        found is not None
-        and found.key == key
-        and found.fingerprint == fingerprint
-        and found.generation == generation
+    found = page[:IDENTITY_BYTES].tobytes()
+    # Not by way of `read_identity`: this is on the way of every small load.
+    fields, crc = found[: _IDENTITY.size], found[_IDENTITY.size :]
+    magic, version, heads, tokens, head_bytes, its_generation, its_fingerprint, its_key, _ = _IDENTITY.unpack(
+        fields
     )
+    return (
+        (magic, version, heads, tokens, head_bytes)
+        == (MAGIC, FORMAT_VERSION, layout.num_kv_heads, layout.page_tokens, layout.head_bytes)
+        and (its_generation, its_fingerprint, its_key) == (generation, fingerprint, key)
+        and crc == _CRC.pack(zlib.crc32(fields))
+    )
+
+
+def identity_records(pages: ByteArray) -> npt.NDArray[np.void]:
+    """The identities of pages `[n, at least 76]`, any strides between them, as a view: records `[n]`."""
+    return pages[:, :IDENTITY_BYTES].view(_IDENTITY_RECORD)[:, 0]
+
+
+def checksum_tables(pages: ByteArray, layout: KVLayout) -> npt.NDArray[np.uint64]:
+    """`checksum_table` of whole pages `[n, page_bytes]`, as a view: uint64 `[n, num_kv_heads]`."""
+    end = HEADER_IDENTITY_BYTES + 8 * layout.num_kv_heads
+    return pages[:, HEADER_IDENTITY_BYTES:end].view(np.uint64)
 
 
 def pack_identities(
@@ -220,8 +237,8 @@ def pack_identities(
     parents: bytes,
     fingerprint: bytes,
     generations: npt.NDArray[np.uint64],
-) -> ByteArray:
-    """The bytes that `write_identity` writes, for a batch: uint8 `[n, 76]`.
+) -> npt.NDArray[np.void]:
+    """The bytes that `write_identity` writes, for a batch: records `[n]`.
 
     Args:
         keys, parents: `16 * n` bytes, one key after the other.
@@ -238,20 +255,18 @@ def pack_identities(
     records["key"] = np.frombuffer(keys, "V16")
     records["parent"] = np.frombuffer(parents, "V16")
     records["crc"] = _record_crcs(records)
-    return records.view(np.uint8).reshape(len(records), IDENTITY_BYTES)
+    return records
 
 
 def identities_match(
-    headers: ByteArray,
+    records: npt.NDArray[np.void],
     layout: KVLayout,
     *,
     keys: bytes,
     fingerprint: bytes,
     generations: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.bool_]:
-    """`identity_matches` for a batch: bool `[n]`. `headers`: uint8 `[n, at least 76]`, arguments as above."""
-    packed = np.ascontiguousarray(headers[:, :IDENTITY_BYTES])
-    records = packed.view(_IDENTITY_RECORD)[:, 0]
+    """`identity_matches` for a batch: bool `[n]`. `records`: contiguous `[n]`, arguments as above."""
     same: npt.NDArray[np.bool_] = (
         (records["magic"] == MAGIC)
         & (records["version"] == FORMAT_VERSION)
@@ -289,11 +304,18 @@ def bindings(
     keys: bytes, generations: npt.NDArray[np.uint64], head_start: int, num_heads: int
 ) -> npt.NDArray[np.uint64]:
     """`binding` for a batch of writes and a run of heads: uint64 `[n, num_heads]`."""
-    halves = np.frombuffer(keys, np.uint64).reshape(-1, 2)
-    heads = np.arange(head_start + 1, head_start + 1 + num_heads, dtype=np.uint64)
-    folded = (halves[:, 0] ^ halves[:, 1]) + generations * np.uint64(_GENERATION_MIX)
-    mixed: npt.NDArray[np.uint64] = folded[:, None] + heads * np.uint64(_HEAD_MIX)
+    halves = np.frombuffer(keys, np.uint64)
+    folded = (halves[::2] ^ halves[1::2]) + generations * _GENERATION_MIX_64
+    mixed: npt.NDArray[np.uint64] = folded[:, None] + _head_mixes(head_start, num_heads)
     return mixed
+
+
+@lru_cache(maxsize=64)
+def _head_mixes(head_start: int, num_heads: int) -> npt.NDArray[np.uint64]:
+    """What the heads of a run bring to their bindings: uint64 `[num_heads]`."""
+    mixes = np.arange(head_start + 1, head_start + 1 + num_heads, dtype=np.uint64) * np.uint64(_HEAD_MIX)
+    mixes.setflags(write=False)
+    return mixes
 
 
 @lru_cache(maxsize=8)

@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mlkv.kernels.cuda import STREAM_PRIORITY, CudaDevice
+from mlkv.kernels.cuda import STREAM_PRIORITY, CudaDevice, make_ready
 from mlkv.kernels.host_pages import HostPages, PageBatch
 from mlkv.kernels.staged import StagedTransferEngine
 from mlkv.kernels.torch_kernels import TorchKernels
@@ -81,19 +81,23 @@ class Rig:
     """Between polls, where transfers are queued by a thread that needs the interpreter as well."""
 
     def offload(self, num_pages: int) -> Any:
-        return self.engine.offload(self.pages[:num_pages], self.slots[: num_pages * self.case.layout.page_tokens])
+        return self.engine.offload(*self._first(num_pages))
 
     def load(self, num_pages: int) -> Any:
-        return self.engine.load(self.pages[:num_pages], self.slots[: num_pages * self.case.layout.page_tokens])
+        return self.engine.load(*self._first(num_pages))
+
+    def _first(self, num_pages: int) -> tuple[PageBatch, torch.Tensor]:
+        return self.pages[:num_pages], self.slots[: num_pages * self.case.layout.page_tokens]
 
     def seconds(self, direction: str, num_pages: int, repeats: int = REPEATS) -> float:
         """Median time from the call until `poll` says that it is over, as a caller sees it."""
-        start_transfer = self.load if direction == "load" else self.offload
+        move = self.engine.load if direction == "load" else self.engine.offload
+        pages, slots = self._first(num_pages)
         times = []
         for _ in range(repeats + 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            transfer = start_transfer(num_pages)
+            transfer: Any = move(pages, slots)
             while not transfer.poll():
                 if self.pause_s:
                     time.sleep(self.pause_s)
@@ -150,6 +154,7 @@ def rig(
         transfer=transfer,  # type: ignore[arg-type]
         **options,
     )
+    make_ready(engine, pool, pages, device)
     order = np.random.default_rng(1)
     indices = order.permutation(num_pages).astype(np.int32)
     keys = order.bytes(16 * num_pages)
@@ -222,12 +227,16 @@ def compute_loads() -> dict[str, Callable[[], None]]:
     return {"matmul": matmul, "bandwidth": bandwidth, "decode graph": graph.replay}
 
 
-def device_seconds(work: Callable[[], None], count: int) -> float:
+def device_seconds(work: Callable[[], None], count: int, meanwhile: Callable[[], Any] | None = None) -> float:
+    """Time of the device for so many turns of the work. `meanwhile` is called until they are over."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(count):
         work()
     end.record()
+    while meanwhile is not None and not end.query():
+        meanwhile()
+        time.sleep(0.0005)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 
@@ -248,7 +257,8 @@ def slowdown(work: Callable[[], None], bench: Rig, direction: str, repeats: int 
         start = time.perf_counter()
         transfer = bench.load(num_pages) if direction == "load" else bench.offload(num_pages)
         time.sleep(0.001)
-        beside = device_seconds(work, count)
+        # Polled like by an engine, or a long transfer would stop where what is queued ahead of the device ends.
+        beside = device_seconds(work, count, meanwhile=transfer.poll)
         was_running = not transfer.poll()
         while not transfer.poll():
             pass

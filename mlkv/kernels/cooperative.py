@@ -34,7 +34,7 @@ from mlkv.errors import DeadlineExceeded, MLKVError
 from mlkv.kernels.device import Device, Event, S
 from mlkv.kernels.direction import Direction
 from mlkv.kernels.host_pages import PageBatch
-from mlkv.kernels.staged_tasks import CHUNK_SEGMENTS, StagedLoad
+from mlkv.kernels.staged_tasks import StagedLoad
 from mlkv.kernels.staging import Segments
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,9 @@ S_contra = TypeVar("S_contra", contravariant=True)
 COOPERATIVE_BYTES = 16 << 20
 """Loads below this are brought alone: what they would save, 0.3 ms of a link of 55 GB/s at most, is of the size of
 the wait for a rank that comes later, and on an idle device they take the direct path."""
+
+_RANK_SEGMENTS = 8
+"""Segments of a chunk for each rank, at most: a gather costs every rank the wait for the last one."""
 
 _MEASURE_BYTES = 64 << 20
 _MEASURE_PAGES = 2048
@@ -128,10 +131,10 @@ class Cooperation(Generic[S]):
         """Segments that a chunk of a load of so many pages takes."""
         ring = self._direction.ring
         least = -(-self.size // ring.pages_per_segment)
-        # As many for each rank's link as loads take that are brought alone, for the same reasons; but thirds of
-        # the ring, because chunks are copied, gathered and scattered, and all of that goes on at once.
+        # Eighths of the load, so that the last gather and scatter, beside which nothing is copied, are short; and
+        # thirds of the ring, because chunks are copied, gathered and scattered, and all of that goes on at once.
         eighth = -(-num_pages // (8 * ring.pages_per_segment))
-        return max(least, min(self.size * CHUNK_SEGMENTS, eighth, ring.num_segments // 3))
+        return max(least, min(self.size * _RANK_SEGMENTS, eighth, ring.num_segments // 3))
 
     def gather(self, memory: torch.Tensor, after: list[Event]) -> Event:
         """Queue a gather that completes `memory`, `size` equal parts, behind events. Returns the one after it.
@@ -247,9 +250,9 @@ class CooperativeLoad(StagedLoad[S]):
             self.error = self.error or f"{type(error).__name__}: {error}"
             return None
 
-    def keep_slots(self) -> None:
+    def keep_slots(self, most: int | None = None) -> None:
         try:
-            super().keep_slots()
+            super().keep_slots(most)
         except BaseException:
             self._block = None  # half filled; the load goes on without slots
             raise
@@ -258,12 +261,13 @@ class CooperativeLoad(StagedLoad[S]):
         self._cooperation.watch()
         return super().poll()
 
-    def queue(self, may_go_on: Callable[[], bool]) -> bool:
+    def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
         while True:
             over = self._queue_chunk()
+            self._arrivals.append((over, self._num_queued))
             if self._num_queued == len(self.pages):
-                # After a failure, who knows how far the streams got with it.
-                self._done_events = (over,) if self.error is None else self._direction.record_all()
+                if self.error is not None:
+                    self._await_everything()
                 return True
             if not may_go_on():
                 return False
@@ -308,9 +312,9 @@ class CooperativeLoad(StagedLoad[S]):
             return self._launch(self._num_queued, num_pages, segments)
         return self._device.record(self._direction.kernel_stream)
 
-    def _complete(self) -> None:
-        super()._complete()
-        if self.num_good < len(self.pages) and self._cooperation.given_up:
+    def _complete(self, first: int, end: int) -> None:
+        super()._complete(first, end)
+        if end == len(self.pages) and self.num_good < len(self.pages) and self._cooperation.given_up:
             self.error = self._cooperation.given_up
 
 

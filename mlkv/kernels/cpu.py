@@ -143,6 +143,6 @@ class _CpuOffload(OffloadTransfer):
             self._host.write_runs(part, runs)
             self._host.write_identities(part)
             if heads:
-                self._host.write_sums(part, sums, self._host.sum_bindings(part))
+                self._host.write_sums(part.indices, sums, self._host.sum_bindings(part))
         self._released = True
         self._done = True

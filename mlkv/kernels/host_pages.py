@@ -14,6 +14,9 @@ from mlkv.layout import KVLayout, RankSlice
 _FEW_PAGES = 8
 """Headers of up to this many pages are looked at one by one, which costs less than arrays of them."""
 
+_FEW_HEADS = 4
+"""The same for what binds the sums of one page."""
+
 
 @dataclass(frozen=True)
 class PageBatch:
@@ -89,6 +92,10 @@ class HostPages:
         self.pages = flat.reshape(-1, layout.page_bytes)
         self.address = int(flat.ctypes.data)
         self.num_pages = len(self.pages)
+        self._identities = page.identity_records(self.pages)
+        sums, start = page.checksum_tables(self.pages, layout), rank_slice.head_start
+        self._read_sums = sums[:, start : start + rank_slice.num_heads]
+        self._written_sums = sums[:, start : start + rank_slice.num_written_heads]
         self._fingerprint = fingerprint
         self._start = layout.head_offset(rank_slice.head_start)
 
@@ -105,7 +112,8 @@ class HostPages:
     def check(self, batch: PageBatch) -> None:
         """Raise ValueError when a page lies outside the pool."""
         if len(batch) <= _FEW_PAGES:
-            is_outside = not all(0 <= index < self.num_pages for index in batch.indices.tolist())
+            indices = batch.indices.tolist()
+            is_outside = bool(indices) and not 0 <= min(indices) <= max(indices) < self.num_pages
         else:  # as unsigned numbers, so that negative ones are too large as well
             is_outside = int(batch.indices.view(np.uint32).max()) >= self.num_pages
         if is_outside:
@@ -113,9 +121,17 @@ class HostPages:
 
     def run_addresses(self, batch: PageBatch) -> npt.NDArray[np.int64]:
         """Address of this rank's run of heads in each page: int64 `[n]`."""
-        if len(batch) == 1:
-            return np.array([self.address + self._start + int(batch.indices[0]) * self.layout.page_bytes])
-        return batch.indices.astype(np.int64) * self.layout.page_bytes + (self.address + self._start)
+        addresses = np.empty(len(batch), np.int64)
+        self.write_run_addresses(batch, addresses)
+        return addresses
+
+    def write_run_addresses(self, batch: PageBatch, out: npt.NDArray[np.int64]) -> None:
+        """Fill `out`, int64 `[n]`, with the address of this rank's run of heads in each page."""
+        if len(out) == 1:
+            out[0] = self.address + self._start + int(batch.indices[0]) * self.layout.page_bytes
+        else:
+            np.multiply(batch.indices, self.layout.page_bytes, out=out, dtype=np.int64)
+            out += self.address + self._start
 
     def read_runs(self, batch: PageBatch, out: npt.NDArray[np.uint8]) -> None:
         """Copy this rank's run of each page to `out`, uint8 `[n, read_bytes]`."""
@@ -131,9 +147,12 @@ class HostPages:
         """Length of the longest prefix of pages whose identity is the one that the batch names."""
         if len(batch) <= _FEW_PAGES:
             return self._num_identified_of_few(batch)
-        headers = self.pages[batch.indices, : page.IDENTITY_BYTES]
         same = page.identities_match(
-            headers, self.layout, keys=batch.keys, fingerprint=self._fingerprint, generations=batch.generations
+            self._identities[batch.indices],
+            self.layout,
+            keys=batch.keys,
+            fingerprint=self._fingerprint,
+            generations=batch.generations,
         )
         return _prefix(same)
 
@@ -148,9 +167,11 @@ class HostPages:
 
     def expected_sums(self, batch: PageBatch) -> npt.NDArray[np.uint64]:
         """Payload checksums that the headers promise for the heads read here: uint64 `[n, num_heads]`."""
-        num_heads = self.rank_slice.num_heads
-        table = np.ascontiguousarray(self.pages[batch.indices, self._table(num_heads)]).view(np.uint64)
-        promised: npt.NDArray[np.uint64] = table - self._bindings(batch, num_heads)
+        if len(batch) == 1:  # without an index of arrays, which costs more than the rest
+            table = self._read_sums[int(batch.indices[0])][None]
+        else:
+            table = self._read_sums[batch.indices]
+        promised: npt.NDArray[np.uint64] = table - self._bindings(batch, self.rank_slice.num_heads)
         return promised
 
     def write_identities(self, batch: PageBatch) -> None:
@@ -159,7 +180,7 @@ class HostPages:
         A page with the identity of a write and not yet its sums does not verify: sums are bound to their write.
         """
         if self.writes_identity and len(batch):
-            self.pages[batch.indices, : page.IDENTITY_BYTES] = page.pack_identities(
+            self._identities[batch.indices] = page.pack_identities(
                 self.layout,
                 keys=batch.keys,
                 parents=batch.parents,
@@ -171,21 +192,23 @@ class HostPages:
         """What ties the sums of the heads written here to their writes: uint64 `[n, num_written_heads]`."""
         return self._bindings(batch, self.rank_slice.num_written_heads)
 
-    def write_sums(self, batch: PageBatch, sums: npt.NDArray[np.uint64], bindings: npt.NDArray[np.uint64]) -> None:
+    def write_sums(
+        self, indices: npt.NDArray[np.int32], sums: npt.NDArray[np.uint64], bindings: npt.NDArray[np.uint64]
+    ) -> None:
         """Write the checksums of this rank's heads; with them the pages are complete.
 
         Args:
+            indices: int32 `[n]`, which pages.
             sums: uint64 `[n, num_written_heads]`, payload checksums of the bytes written to these pages.
             bindings: of `sum_bindings`.
         """
-        entries = np.ascontiguousarray(sums + bindings)
-        self.pages[batch.indices, self._table(entries.shape[1])] = entries.view(np.uint8)
-
-    def _table(self, num_heads: int) -> slice:
-        start = page.HEADER_IDENTITY_BYTES + 8 * self.rank_slice.head_start
-        return slice(start, start + 8 * num_heads)
+        self._written_sums[indices] = sums + bindings
 
     def _bindings(self, batch: PageBatch, num_heads: int) -> npt.NDArray[np.uint64]:
+        if len(batch) == 1 and num_heads <= _FEW_HEADS:
+            key, generation, start = batch.keys, int(batch.generations[0]), self.rank_slice.head_start
+            bound = [page.binding(key, generation, head) for head in range(start, start + num_heads)]
+            return np.array([bound], np.uint64)
         return page.bindings(batch.keys, batch.generations, self.rank_slice.head_start, num_heads)
 
 

@@ -37,10 +37,10 @@ SEGMENT_BYTES = 16 << 20
 """Wanted size of a segment of staging. The first of an offload is gathered alone, 10 us of an H200, before copies
 can begin; and a load of a few of them ends with the scatter of one."""
 
-CHUNKS_AHEAD = 24
-"""Chunks queued on the device at once, of up to `staged_tasks.CHUNK_SEGMENTS` segments: 3 GiB or 55 ms of a link
-of 55 GB/s, more than most engine steps last. Their few hundred operations are well below the about 1000 that the
-driver lets wait on a stream before it makes the caller wait."""
+CHUNKS_AHEAD = 48
+"""Chunks queued on the device at once: of a load up to 1.5 GiB or 29 ms of a link of 55 GB/s, more than most
+engine steps last; of an offload four times that. Their few hundred operations are well below the about 1000 that
+the driver lets wait on a stream before it makes the caller wait."""
 
 DIRECT_BYTES = 2 << 20
 DIRECT_IDLE_BYTES = 16 << 20
@@ -116,6 +116,11 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
         if exchange is not None and host.read_bytes:
             self.cooperation = Cooperation(self._loads, exchange, deadline_s=exchange_deadline_s)
         self._closed = False
+
+    @property
+    def kernel_streams(self) -> tuple[S, S]:
+        """On which loads and offloads launch their kernels."""
+        return self._loads.kernel_stream, self._offloads.kernel_stream
 
     def load(self, pages: PageBatch, slots: torch.Tensor) -> LoadTransfer:
         if self.cooperation is not None and self.cooperation.takes(len(pages)):

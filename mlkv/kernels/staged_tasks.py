@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Generic
@@ -17,8 +18,13 @@ from mlkv.kernels.host_pages import PageBatch, num_verified
 from mlkv.kernels.staging import PinnedBlock, Segments
 from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferPath
 
-CHUNK_SEGMENTS = 8
-"""Segments that one batch of copies takes at most: fewer, larger chunks cost the caller less time."""
+LOAD_CHUNK_SEGMENTS = 2
+"""Segments that one batch of copies, and the scatter after it, take at most. A loop of matmuls on an H200 takes
+1.032 of its time beside loads in chunks of 2 segments of 16 MiB, 1.038 with 8, which hold up a matmul for longer,
+and 1.044 with 1. Each chunk costs the caller some 50 us."""
+
+OFFLOAD_CHUNK_SEGMENTS = 8
+"""The same for the copies behind a gather, which are no concern of a matmul: few, for the sake of the caller."""
 
 
 class StagedTask(Generic[S]):
@@ -31,87 +37,120 @@ class StagedTask(Generic[S]):
         self._pool, self._host, self._device = direction.pool, direction.host, direction.device
         self._direction = direction
         self.pages = pages
-        self._paged = self._host.run_addresses(pages)
-        self._callers_slots: torch.Tensor | None = slots  # until `keep_slots`
+        self._num_pages = len(pages)
+        self._callers_slots: torch.Tensor | None = slots  # until all are kept
+        self._slots_are_pinned = slots.is_cpu
+        self._num_kept = 0  # of the slots
         self.path: TransferPath = "staged"
         self.after: Event | None = None  # what the caller had queued, if that was not over
         self.error: str | None = None
         self._block: PinnedBlock | None = None
         self._num_queued = 0  # pages
         self._num_chunks = 0
-        self._done_events: tuple[Event, ...] | None = None  # None until everything is queued
+        # In the order of the device: an event, and how many pages are through once it is over. A worker appends
+        # while the caller polls.
+        self._arrivals: deque[tuple[Event, int]] = deque()
+        self._num_complete = 0  # pages
+        self._all_queued = False
         self._is_prepared = False
         self._over = False
 
-    @abstractmethod
     def queue(self, may_go_on: Callable[[], bool]) -> bool:
         """See `direction.Queueable`."""
+        if self.path == "direct":
+            self._queue_direct()
+        else:
+            if not self._num_queued:
+                self._paged = self._host.run_addresses(self.pages)
+            if not self._queue_chunks(may_go_on):
+                return False
+        self._all_queued = True
+        return True
+
+    @abstractmethod
+    def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
+        """As `queue`, on the staged path."""
 
     @abstractmethod
     def _prepare(self) -> None:
         """Do on the host what needs no result of the device, while it copies."""
 
     @abstractmethod
-    def _complete(self) -> None:
-        """The device has finished without error: verify, or write headers."""
+    def _complete(self, first: int, end: int) -> None:
+        """The device has finished with pages `[first, end)`, and without error: verify, or write headers."""
 
     def run(self) -> None:
         self.queue(lambda: True)
 
-    def keep_slots(self) -> None:
-        """Keep the slots, which the caller may change later, and make room for addresses and sums. Idempotent."""
-        slots, self._callers_slots = self._callers_slots, None
+    def keep_slots(self, most: int | None = None) -> None:
+        """Keep the slots, which the caller may change once it has the task back. Idempotent.
+
+        Args:
+            most: only the first so many for now, because a device waits for these.
+        """
+        slots = self._callers_slots
         if slots is None:
             return
-        num_pages, num_slots = len(self.pages), slots.numel()
-        num_sums = num_pages * self.num_heads * self._device.kernels.num_parts
-        self._block = block = self._direction.pinned.take(num_slots + num_pages + num_sums + 2)
-        # Each part begins on 16 bytes.
-        addresses = num_slots + num_slots % 2
-        sums = addresses + num_pages + num_pages % 2
-        self._slots_are_pinned = slots.device.type == "cpu"
-        if self._slots_are_pinned:
-            block.array[:num_slots] = slots.numpy()
-            self._slots = block.words.part(0, num_slots)
-        else:
+        if self._block is None:
+            self._take_block(slots)
+        if not self._slots_are_pinned:
             self._slots = Words(slots.clone())
-        block.array[addresses : addresses + num_pages] = self._paged
-        self._paged_words = block.words.part(addresses, num_pages)
-        self._sums = block.words.part(sums, num_sums)
-        sum_parts = block.array[sums : sums + num_sums].view(np.uint64)
-        self._sum_parts = sum_parts.reshape(num_pages, self.num_heads, -1)
+            self._callers_slots = None
+            return
+        assert self._block is not None
+        end = slots.numel() if most is None else min(most, slots.numel())
+        self._block.array[self._num_kept : end] = slots.numpy()[self._num_kept : end]
+        self._num_kept = end
+        if end == slots.numel():
+            self._callers_slots = None
+
+    def _take_block(self, slots: torch.Tensor) -> None:
+        """Pinned memory for slots, addresses of pages and sums, each on 16 bytes."""
+        num_pages, num_slots = self._num_pages, slots.numel()
+        num_sums = num_pages * self.num_heads * self._device.kernels.num_parts
+        num_words = num_slots + num_slots % 2 + num_pages + num_pages % 2 + num_sums
+        self._block = block = self._direction.pinned.take(num_words)
+        self._slots, self._addresses, self._sums = block.divide(num_slots, num_pages, num_sums)
 
     def poll(self) -> bool:
         if self._over:
             return True
-        if self._done_events is None:
+        if not self._all_queued:
             self._direction.queue_more()
-            if self._done_events is None:
-                return False
-        if not self._is_prepared and self.error is None:
-            self._is_prepared = True
-            try:
-                self._prepare()
-            except Exception as error:  # a bad page pool; the device still copies, so this is not the end
-                self.error = f"{type(error).__name__}: {error}"
+        all_queued, arrivals = self._all_queued, self._arrivals  # in this order: what follows may become more
         try:
-            for event in self._done_events:
-                if not event.query():
-                    return False
-            if self.error is None:
-                self._complete()
+            if arrivals and not self._is_prepared and self.error is None:
+                self._is_prepared = True
+                self._prepare()  # raises for a bad page pool; the device still copies, so that is not the end
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+        try:
+            while arrivals and arrivals[0][0].query():
+                end = arrivals.popleft()[1]
+                if self.error is None:
+                    self._complete(self._num_complete, end)
+                self._num_complete = end
         except Exception as error:  # a dead context, on which nothing runs: this transfer failed, its caller lives
             self.error = f"{type(error).__name__}: {error}"
+            self._end()
+            return True
+        if arrivals or not all_queued:
+            return False
         self._end()
         return True
 
     def fail(self, reason: str) -> None:
         self.error = reason
         try:
-            self._done_events = self._direction.record_all()
+            self._await_everything()
         except Exception as error:  # no event can be had from a device in error, and nothing runs on it any more
             self.error = f"{reason}; then {type(error).__name__}: {error}"
-            self._done_events = ()
+            self._arrivals = deque()
+        self._all_queued = True
+
+    def _await_everything(self) -> None:
+        """After a failure, who knows how far the streams got: over is this when all that they have is over."""
+        self._arrivals = deque((event, self._num_pages) for event in self._direction.record_all())
 
     def refuse(self, reason: str) -> None:
         """End with an error before anything was submitted."""
@@ -121,7 +160,7 @@ class StagedTask(Generic[S]):
     def finish_empty(self) -> None:
         """A transfer without bytes, but perhaps with headers."""
         self._prepare()
-        self._complete()
+        self._complete(0, self._num_pages)
         self._end()
 
     def _end(self) -> None:
@@ -130,11 +169,16 @@ class StagedTask(Generic[S]):
             # Only now, and with it the slots on the device: kernels that were queued had read them until here.
             self._direction.pinned.give(self._block)
             self._block = None
-            del self._slots, self._paged_words, self._sums, self._sum_parts
+            del self._slots, self._addresses, self._sums
         self._direction.is_over(self)
 
-    def _found_sums(self) -> npt.NDArray[np.uint64]:
-        sums: npt.NDArray[np.uint64] = self._sum_parts.sum(axis=-1)
+    def _found_sums(self, first: int, end: int) -> npt.NDArray[np.uint64]:
+        """What the kernels summed up: uint64 `[end - first, num_heads]`."""
+        assert self._block is not None
+        page_sums = self.num_heads * self._device.kernels.num_parts
+        found = self._block.array_of(self._sums)[first * page_sums : end * page_sums]
+        parts = found.view(np.uint64).reshape(end - first, self.num_heads, -1)
+        sums: npt.NDArray[np.uint64] = np.add.reduce(parts, axis=-1)
         return sums
 
     def _upload_slots(self) -> None:
@@ -143,7 +187,7 @@ class StagedTask(Generic[S]):
         Every program of a kernel reads slots, many programs the same ones. For one chunk that costs less over the
         link than a copy that this chunk would have to wait for.
         """
-        if not self._slots_are_pinned or len(self.pages) <= self._direction.ring.pages_per_segment:
+        if not self._slots_are_pinned or self._num_pages <= self._direction.ring.pages_per_segment:
             return
         assert self._block is not None
         uploaded = self._block.on_device(self._device.staging).part(0, self._slots.length)
@@ -157,12 +201,16 @@ class StagedTask(Generic[S]):
         if self.after is not None:
             self._device.wait(self._direction.kernel_stream, self.after)
 
-    def _queue_direct(self) -> Event:
+    def _queue_direct(self) -> None:
         self.keep_slots()
+        assert self._block is not None
+        self._host.write_run_addresses(self.pages, self._block.array_of(self._addresses))
         self._join_caller()
-        return self._launch(0, len(self.pages), self._paged_words)
+        launch = partial(self.kernel, self._num_pages, self._slots, self._addresses, self._sums)
+        self._device.launch(self._direction.kernel_stream, launch)
+        self._arrivals.append((self._device.record(self._direction.kernel_stream), self._num_pages))
 
-    def _launch(self, first: int, num_pages: int, pages: Staging | Words) -> Event:
+    def _launch(self, first: int, num_pages: int, pages: Staging) -> Event:
         """Queue the kernel for some of the pages. The event comes after it."""
         tokens, parts = self._pool.layout.page_tokens, self.num_heads * self._device.kernels.num_parts
         slots = self._slots.part(first * tokens, num_pages * tokens)
@@ -171,25 +219,23 @@ class StagedTask(Generic[S]):
         self._device.launch(stream, partial(self.kernel, num_pages, slots, pages, sums))
         return self._device.record(stream)
 
-    def _copy(self, segments: Segments, after: list[Event], *, to_host: bool) -> tuple[Event, int]:
+    def _copy(self, segments: Segments, after: list[Event], *, to_host: bool) -> Event:
         """Queue copies between segments and the pages that come next, as many as fit.
 
         Args:
             after: the copies wait for these events.
 
-        Returns:
-            the event after them, and on which copy stream it is.
+        Returns the event after them.
         """
-        which = self._num_chunks % len(self._direction.copy_streams)
+        copier = self._direction.copy_streams[self._num_chunks % len(self._direction.copy_streams)]
         self._num_chunks += 1
-        copier = self._direction.copy_streams[which]
         for event in after:
             self._device.wait(copier, event)
         paged = self._paged[self._num_queued : self._num_queued + segments.num_pages]
         staged = segments.addresses[: len(paged)]
         targets, sources = (paged, staged) if to_host else (staged, paged)
         self._device.copy(copier, targets, sources, self._direction.run_bytes, to_host=to_host)
-        return self._device.record(copier), which
+        return self._device.record(copier)
 
 
 class StagedLoad(StagedTask[S], LoadTransfer):
@@ -203,49 +249,50 @@ class StagedLoad(StagedTask[S], LoadTransfer):
         self._num_identified = 0
         self._expected = np.empty((0, 0), np.uint64)
 
-    def queue(self, may_go_on: Callable[[], bool]) -> bool:
-        last = self._queue_direct() if self.path == "direct" else self._queue_chunks(may_go_on)
-        if last is None:
-            return False
-        self._done_events = (last,)
-        return True
-
     def _prepare(self) -> None:
         # Pages that are not the ones meant are copied as well, rare as they are: nobody attaches them.
         self._num_identified = self._host.num_identified(self.pages)
         if self._block is not None:
             self._expected = self._host.expected_sums(self.pages)
 
-    def _queue_chunks(self, may_go_on: Callable[[], bool]) -> Event | None:
-        """Returns the event after the last scatter once all chunks are queued, None before."""
+    def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
         ring = self._direction.ring
-        # Eighths of the task, so that the last scatter, beside which nothing is copied, is short; and half of the
-        # ring, so that there is another part to copy into meanwhile.
-        num_segments = -(-len(self.pages) // ring.pages_per_segment)
-        most = min(CHUNK_SEGMENTS, -(-num_segments // 8), max(1, ring.num_segments // 2))
+        # Half of the ring, so that there is another part to copy into meanwhile.
+        most = min(LOAD_CHUNK_SEGMENTS, max(1, ring.num_segments // 2))
         while True:
-            # The first copy is small and comes before everything else, so that the link is busy early.
-            segments = ring.take(most if self._num_queued else 1)
-            copied, _ = self._copy(segments, segments.busy, to_host=False)
+            # The first copy is small and comes before everything else, so that the link is busy early. The last
+            # ones are smaller and smaller, since nothing is copied beside the last scatter.
+            rest = -(-(self._num_pages - self._num_queued) // ring.pages_per_segment)
+            segments = ring.take(min(most, -(-rest // 2)) if self._num_queued else 1)
+            copied = self._copy(segments, segments.busy, to_host=False)
             if not self._num_queued:
                 self.keep_slots()
                 self._upload_slots()
                 self._join_caller()
             self._device.wait(self._direction.kernel_stream, copied)
-            num_pages = min(segments.num_pages, len(self.pages) - self._num_queued)
+            num_pages = min(segments.num_pages, self._num_pages - self._num_queued)
             scattered = self._launch(self._num_queued, num_pages, segments)
             segments.busy = [scattered]
             self._direction.chunk_is_queued(scattered)
             self._num_queued += num_pages
-            if self._num_queued == len(self.pages):
-                return scattered  # kernels are in order: the last scatter is over last
+            self._arrivals.append((scattered, self._num_queued))
+            if self._num_queued == self._num_pages:
+                return True
             if not may_go_on():
-                return None
+                return False
 
-    def _complete(self) -> None:
-        self.num_good = self._num_identified
+    def _complete(self, first: int, end: int) -> None:
+        if self.num_good < first:
+            return  # a page before these is bad already
+        verified = end
         if self._block is not None:  # else this rank has no heads to copy
-            self.num_good = min(self.num_good, num_verified(self._expected, self._found_sums()))
+            verified = first + num_verified(self._expected[first:end], self._found_sums(first, end))
+        self.num_good = min(verified, self._num_identified)
+
+    def _end(self) -> None:
+        if self.error is not None:
+            self.num_good = 0
+        super()._end()
 
 
 class StagedOffload(StagedTask[S], OffloadTransfer):
@@ -257,7 +304,6 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
         self.kernel = self._device.kernels.gather
         self._released_event: Event | None = None
         self._released = False
-        self._last_copies: dict[int, Event] = {}  # by copy stream
         self._bindings: npt.NDArray[np.uint64]
 
     def poll_released(self) -> bool:
@@ -274,16 +320,9 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
             self._released = self.poll()
         return self._released
 
-    def queue(self, may_go_on: Callable[[], bool]) -> bool:
-        if self.path == "direct":
-            self._released_event = self._queue_direct()
-            events: tuple[Event, ...] = (self._released_event,)
-        elif self._queue_chunks(may_go_on):
-            events = tuple(self._last_copies.values())
-        else:
-            return False
-        self._done_events = events
-        return True
+    def _queue_direct(self) -> None:
+        super()._queue_direct()
+        self._released_event = self._arrivals[-1][0]
 
     def _prepare(self) -> None:
         self._host.write_identities(self.pages)
@@ -292,36 +331,38 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
     def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
         ring = self._direction.ring
         if not self._num_queued:
-            self.keep_slots()
+            self.keep_slots(ring.pages_per_segment * self._pool.layout.page_tokens)
             self._join_caller()
         while True:
             # One segment first, so that copies begin; then all that there is room for by one kernel, so that slots
             # are released while the first segment is still on its way; then as room comes back.
-            rest = -(-(len(self.pages) - self._num_queued) // ring.pages_per_segment)
+            rest = -(-(self._num_pages - self._num_queued) // ring.pages_per_segment)
             if not self._num_queued:
                 segments = ring.take(1)
             elif ring.next_is_free():
                 segments = ring.take(rest, only_free=True)
             else:
-                segments = ring.take(min(rest, CHUNK_SEGMENTS, max(1, ring.num_segments // 2)))
+                segments = ring.take(min(rest, OFFLOAD_CHUNK_SEGMENTS, max(1, ring.num_segments // 2)))
             for event in segments.busy:
                 self._device.wait(self._direction.kernel_stream, event)
-            num_pages = min(segments.num_pages, len(self.pages) - self._num_queued)
+            num_pages = min(segments.num_pages, self._num_pages - self._num_queued)
             gathered = self._launch(self._num_queued, num_pages, segments)
-            for group in segments.split(CHUNK_SEGMENTS):
-                copied, which = self._copy(group, [gathered], to_host=True)
+            for group in segments.split(OFFLOAD_CHUNK_SEGMENTS):
+                copied = self._copy(group, [gathered], to_host=True)
                 group.busy = [copied]
-                self._last_copies[which] = copied
                 self._direction.chunk_is_queued(copied)
                 if not self._num_queued:
+                    self.keep_slots()
                     self._upload_slots()
-                self._num_queued = min(self._num_queued + group.num_pages, len(self.pages))
-            if self._num_queued == len(self.pages):
+                self._num_queued = min(self._num_queued + group.num_pages, self._num_pages)
+                self._arrivals.append((copied, self._num_queued))
+            if self._num_queued == self._num_pages:
                 self._released_event = gathered
                 return True
             if not may_go_on():
                 return False
 
-    def _complete(self) -> None:
+    def _complete(self, first: int, end: int) -> None:
         if self._block is not None:  # else this rank has no heads to write
-            self._host.write_sums(self.pages, self._found_sums(), self._bindings)
+            indices, bindings = self.pages.indices[first:end], self._bindings[first:end]
+            self._host.write_sums(indices, self._found_sums(first, end), bindings)

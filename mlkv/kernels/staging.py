@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -45,9 +46,13 @@ class StagingRing:
             only_free: after the first, take only what nothing uses any more.
         """
         start, count = self._next, 1
+        looked_at: tuple[Event, ...] = ()
         while count < most and start + count < self.num_segments:
-            if only_free and not all(event.query() for event in self._busy[start + count]):
+            busy = self._busy[start + count]
+            # Neighbours mostly have the same events, and each look at one costs a call of the driver.
+            if only_free and busy is not looked_at and not all(event.query() for event in busy):
                 break
+            looked_at = busy
             count += 1
         self._next = (start + count) % self.num_segments
         return Segments(self, start, count)
@@ -94,8 +99,9 @@ class Segments:
 
     @property
     def busy(self) -> list[Event]:
-        """Events after which the former content is no longer needed."""
-        return [event for events in self._ring._busy[self._start : self._start + self._count] for event in events]
+        """Events after which the former content is no longer needed, each once."""
+        busy = self._ring._busy[self._start : self._start + self._count]
+        return list(dict.fromkeys(event for events in busy for event in events))
 
     @busy.setter
     def busy(self, events: list[Event]) -> None:
@@ -114,6 +120,21 @@ class PinnedBlock:
         self.words = Words(memory)
         self.array: npt.NDArray[np.int64] = memory.numpy()
         self._on_device: Words | None = None
+        self._lengths: tuple[int, ...] = ()
+        self._parts: tuple[Words, ...] = ()
+
+    def divide(self, *lengths: int) -> tuple[Words, ...]:
+        """Parts of these lengths, each of which begins on 16 bytes. There is room for them."""
+        if lengths != self._lengths:  # mostly equal to those of the last task, when tasks are small
+            starts = accumulate((length + length % 2 for length in lengths), initial=0)
+            self._parts = tuple(self.words.part(*part) for part in zip(starts, lengths, strict=False))
+            self._lengths = lengths
+        return self._parts
+
+    def array_of(self, part: Words) -> npt.NDArray[np.int64]:
+        """The host's view of a part."""
+        start = (part.address - self.words.address) // 8
+        return self.array[start : start + part.length]
 
     def on_device(self, allocate: Callable[[int], torch.Tensor]) -> Words:
         """As many words of device memory, kept with this block; `allocate` makes bytes of it."""

@@ -201,14 +201,15 @@ class TransferEngine(ABC):
                 f"{len(pages)} pages need int64 slots of shape ({num_slots},), got {slots.dtype} "
                 f"{tuple(slots.shape)}"
             )
-        if slots.device.type != "cpu" and slots.device != self._pool.device:
-            raise CacheUsageError(f"slots are on {slots.device}, the KV pool on {self._pool.device}")
         if lowest >= 0 and len(pages.parents) != len(pages.keys):
             raise CacheUsageError("an offload needs the parent key of every page")
         # Values of slots on a device are not looked at: that would wait for the device.
-        if num_slots and slots.device.type == "cpu":
+        if not slots.is_cpu:
+            if slots.device != self._pool.device:
+                raise CacheUsageError(f"slots are on {slots.device}, the KV pool on {self._pool.device}")
+        elif num_slots:
             numbers = slots.numpy()
-            least, most = numbers.min(), numbers.max()
+            least, most = np.minimum.reduce(numbers), np.maximum.reduce(numbers)
             if least < lowest or most >= self._pool.num_slots:
                 raise CacheUsageError(
                     f"slots must be in [{lowest}, {self._pool.num_slots}), got {least} to {most}"

@@ -8,13 +8,13 @@ Llama-3.1-8B geometry (64 tokens) that is 32 sums of 8 bytes for 1 MiB moved.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from mlkv.kernels.device import Staging, Words
+from mlkv.kernels.driver import quick_driver
+from mlkv.kernels.launch import Launch, launch_of
 from mlkv.kernels.pool_table import COLUMNS, PlaneGroup, plane_groups
 from mlkv.layout import KVPool, RankSlice
 
@@ -224,7 +224,8 @@ class _Launch:
             "SUMMED_UNITS": min(4, tile_units),
             "SAME_STRIDES": len({row[1:4] for row in group.rows}) == 1,
         }
-        self._compiled: dict[tuple[bool, bool], Any] = {}
+        self._table_address = self._table.data_ptr()
+        self._compiled: dict[tuple[bool, bool], Launch] = {}
 
     def run(
         self,
@@ -243,35 +244,32 @@ class _Launch:
         num_slices = num_pages * num_heads
         num_items = num_slices * self.num_parts
         # A direct launch is small, or the device is idle.
-        grid = (num_items if direct else min(num_items, max_programs), 1, 1)
+        num_programs = num_items if direct else min(num_items, max_programs)
         numbers = (num_slices, num_heads, self._head_bytes, num_parts, self._first_part, self.num_parts)
-        constants = (scatter, direct, *self._constants.values())
         if _IS_INTERPRETED:
             memory = pages.tensor if isinstance(pages, Words) else pages.memory
-            _move_pages[grid](slots.tensor, memory, sums.tensor, self._table, *numbers, *constants)
+            constants = (scatter, direct, *self._constants.values())
+            _move_pages[num_programs,](slots.tensor, memory, sums.tensor, self._table, *numbers, *constants)
             return
-        kernel = self._compiled.get((scatter, direct))
-        if kernel is None:
-            kernel = self._compiled[scatter, direct] = _move_pages.warmup(
-                torch.int64,
-                torch.int64 if direct else torch.uint8,
-                torch.int64,
-                torch.int64,
-                *numbers,
-                *constants,
-                grid=grid,
-                num_warps=_NUM_WARPS,
-            )
-        # The compiled kernel takes plain addresses and a stream: a third of the time of a launch by name.
-        kernel[grid](
-            slots.address,
-            pages.address,
-            sums.address,
-            self._table.data_ptr(),
+        launch = self._compiled.get((scatter, direct))
+        if launch is None:
+            launch = self._compiled[scatter, direct] = self._compile(numbers, scatter=scatter, direct=direct)
+        launch(num_programs, stream, slots.address, pages.address, sums.address, self._table_address, *numbers)
+
+    def _compile(self, numbers: tuple[int, ...], *, scatter: bool, direct: bool) -> Launch:
+        constants = (scatter, direct, *self._constants.values())
+        pages = torch.int64 if direct else torch.uint8
+        kernel = _move_pages.warmup(
+            torch.int64,
+            pages,
+            torch.int64,
+            torch.int64,
             *numbers,
             *constants,
-            stream=stream,
+            grid=(1,),
+            num_warps=_NUM_WARPS,
         )
+        return launch_of(quick_driver(), kernel, "PPPPiiiiii", constants)
 
 
 class TritonKernels:
@@ -300,7 +298,7 @@ class TritonKernels:
         self._pool = pool  # the table has addresses of its tensors
         self._slice = rank_slice
         self._max_programs = max_programs
-        self._fetch: Any = None  # compiled when first needed
+        self._fetch: Launch | None = None  # compiled when first needed
         self._launches: list[_Launch] = []
         self.num_parts = 0
         for group in plane_groups(pool):
@@ -309,42 +307,21 @@ class TritonKernels:
             self.num_parts += launch.num_parts
 
     def fetch(self, source: Words, target: Words, stream: int) -> None:
-        grid = (triton.cdiv(target.length, _WORDS_PER_PROGRAM), 1, 1)
+        num_programs = triton.cdiv(target.length, _WORDS_PER_PROGRAM)
         if _IS_INTERPRETED:
-            _copy_words[grid](source.tensor, target.tensor, target.length, _WORDS_PER_PROGRAM)
+            _copy_words[num_programs,](source.tensor, target.tensor, target.length, _WORDS_PER_PROGRAM)
             return
         if self._fetch is None:
-            self._fetch = _copy_words.warmup(
-                torch.int64, torch.int64, target.length, _WORDS_PER_PROGRAM, grid=grid
-            )
-        self._fetch[grid](source.address, target.address, target.length, _WORDS_PER_PROGRAM, stream=stream)
+            kernel = _copy_words.warmup(torch.int64, torch.int64, target.length, _WORDS_PER_PROGRAM, grid=(1,))
+            self._fetch = launch_of(quick_driver(), kernel, "PPi", (_WORDS_PER_PROGRAM,))
+        self._fetch(num_programs, stream, source.address, target.address, target.length)
 
     def gather(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
-        self._run(num_pages, self._slice.num_written_heads, slots, pages, sums, stream, scatter=False)
+        heads, parts, most = self._slice.num_written_heads, self.num_parts, self._max_programs
+        for launch in self._launches:
+            launch.run(num_pages, heads, parts, most, slots, pages, sums, stream, scatter=False)
 
     def scatter(self, num_pages: int, slots: Words, pages: Staging | Words, sums: Words, stream: int) -> None:
-        self._run(num_pages, self._slice.num_heads, slots, pages, sums, stream, scatter=True)
-
-    def _run(
-        self,
-        num_pages: int,
-        num_heads: int,
-        slots: Words,
-        pages: Staging | Words,
-        sums: Words,
-        stream: int,
-        *,
-        scatter: bool,
-    ) -> None:
+        heads, parts, most = self._slice.num_heads, self.num_parts, self._max_programs
         for launch in self._launches:
-            launch.run(
-                num_pages,
-                num_heads,
-                self.num_parts,
-                self._max_programs,
-                slots,
-                pages,
-                sums,
-                stream,
-                scatter=scatter,
-            )
+            launch.run(num_pages, heads, parts, most, slots, pages, sums, stream, scatter=True)

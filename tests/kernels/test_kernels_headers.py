@@ -14,12 +14,16 @@ LAYOUT = gqa(heads=3)
 
 def test_batched_identities_and_bindings_equal_single_ones() -> None:
     pages = batch([2, 0, 5], generation=(1 << 64) - 3)
-    packed = page.pack_identities(
-        LAYOUT,
-        keys=pages.keys,
-        parents=pages.parents,
-        fingerprint=FINGERPRINT,
-        generations=pages.generations,
+    packed = (
+        page.pack_identities(
+            LAYOUT,
+            keys=pages.keys,
+            parents=pages.parents,
+            fingerprint=FINGERPRINT,
+            generations=pages.generations,
+        )
+        .view(np.uint8)
+        .reshape(3, page.IDENTITY_BYTES)
     )
     bindings = page.bindings(pages.keys, pages.generations, 1, 2)
     for at in range(3):
@@ -41,11 +45,12 @@ def test_batched_matching_agrees_with_single_matching_for_every_byte() -> None:
         LAYOUT, keys=pages.keys, parents=pages.parents, fingerprint=FINGERPRINT, generations=pages.generations
     )
     for at in range(page.IDENTITY_BYTES + 1):
-        headers = packed.copy()
+        records = packed.copy()
+        headers = records.view(np.uint8).reshape(1, page.IDENTITY_BYTES)
         if at < page.IDENTITY_BYTES:
             headers[0, at] ^= 0x20
         found = page.identities_match(
-            headers, LAYOUT, keys=pages.keys, fingerprint=FINGERPRINT, generations=pages.generations
+            records, LAYOUT, keys=pages.keys, fingerprint=FINGERPRINT, generations=pages.generations
         )
         assert found.tolist() == [page.identity_matches(headers[0], LAYOUT, pages.keys, FINGERPRINT, 7)]
         assert found[0] == (at == page.IDENTITY_BYTES)
@@ -69,7 +74,7 @@ def test_headers_of_different_ranks_do_not_overlap() -> None:
         view.write_identities(pages)
         assert not host[LAYOUT.page_bytes :].any() or rank, "an identity is written by one rank only"
         view.write_sums(
-            pages, np.full((1, part.num_written_heads), 10 + rank, np.uint64), view.sum_bindings(pages)
+            pages.indices, np.full((1, part.num_written_heads), 10 + rank, np.uint64), view.sum_bindings(pages)
         )
     table = page.checksum_table(page_of(host, LAYOUT, 1), LAYOUT)
     expected = [10, 10, 11]

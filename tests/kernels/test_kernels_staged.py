@@ -22,6 +22,7 @@ from kernel_cases import (
 from sim_device import SimDevice, SimEvent, SimStream
 from sim_site import LAYOUT, NUM_BLOCKS, SMALL, Site
 
+from mlkv.kernels.host_pages import PageBatch
 from mlkv.layout import KVLayout
 from mlkv.page import checksum_table, verify_page
 
@@ -201,16 +202,28 @@ def test_a_bad_page_ends_the_good_prefix() -> None:
     assert (load.num_good, load.error) == (1, None)
 
 
+def _verifies(site: Site, pages: PageBatch, index: int) -> bool:
+    key, generation = pages.keys[16 * index : 16 * index + 16], int(pages.generations[index])
+    return verify_page(page_of(site.host, LAYOUT, index), LAYOUT, key, FINGERPRINT, generation)
+
+
 def test_a_page_verifies_only_when_its_bytes_are_there() -> None:
+    """In every order of the streams; sums are written while later pages of a transfer are still on their way."""
+    seen_early = False
     for seed in range(20):
-        site = Site(seed)
-        pages = batch([0, 1, 2])
-        transfer = site.engine.offload(pages, torch.arange(12))
+        site = Site(seed, staging_pages=2, segment_pages=1)
+        slots = random_slots(4, LAYOUT, NUM_BLOCKS, 4, seed).view(4, 4)
+        wanted = [reference_page(site.case.pool, page_slots.tolist(), 2) for page_slots in slots]
+        pages = batch([0, 1, 2, 3])
+        transfer = site.engine.offload(pages, slots.flatten())
         while not transfer.poll():
-            page = page_of(site.host, LAYOUT, 0)
-            assert not verify_page(page, LAYOUT, pages.keys[:16], FINGERPRINT, 7)
-            assert (checksum_table(page, LAYOUT).view(np.uint8) == POISON).all()
+            good = [index for index in range(4) if _verifies(site, pages, index)]
+            seen_early = seen_early or bool(good)
+            for index in range(4):
+                table = checksum_table(page_of(site.host, LAYOUT, index), LAYOUT)
+                assert index in good or (table.view(np.uint8) == POISON).all()
+            for index in good:
+                np.testing.assert_array_equal(site.payload(index), wanted[index])
             site.device.step_any(site.order)
-        for position, index in enumerate((0, 1, 2)):
-            key = pages.keys[16 * position : 16 * position + 16]
-            assert verify_page(page_of(site.host, LAYOUT, index), LAYOUT, key, FINGERPRINT, 7 + position)
+        assert all(_verifies(site, pages, index) for index in range(4))
+    assert seen_early, "the first pages are complete before the transfer is over"

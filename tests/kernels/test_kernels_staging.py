@@ -49,7 +49,7 @@ def test_segments_are_taken_in_turn_side_by_side_and_only_free_ones_where_wanted
     assert ring.take(5, only_free=True).num_pages == 5
     again = SimEvent()
     ring.distrust((again,))
-    assert ring.take(2).busy == [again, again]
+    assert ring.take(2).busy == [again], "each once"
 
 
 @pytest.mark.parametrize(

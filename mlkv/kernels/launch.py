@@ -1,0 +1,139 @@
+"""Launches of compiled Triton kernels through the driver, with arguments that are packed here.
+
+Triton's own launch of a compiled kernel runs some 12 us of Python on the thread of the engine, several times for
+each transfer. What it does there that these kernels need - put the arguments at the kernel's offsets and call the
+driver - is done here in a third of that. The driver says where a kernel expects its parameters; a kernel that
+wants anything else than what was packed for it is left to Triton.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlkv.kernels.driver import check
+
+_SUCCESS = 0
+_WARP_THREADS = 32
+_END, _BUFFER_POINTER, _BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
+
+Launch = Callable[..., None]
+"""Queues a kernel: called with (programs, stream as a raw handle, arguments as plain integers...)."""
+
+
+class DriverLaunch:
+    """A kernel in the current context, launched as a row of programs.
+
+    Args:
+        function: handle of the kernel.
+        arguments: native `struct` code of each argument.
+        num_scratch: pointers after the arguments, for scratch memory that the kernel does not use.
+        shared_bytes: shared memory of a program.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        function: int,
+        arguments: str,
+        *,
+        num_scratch: int,
+        num_threads: int,
+        shared_bytes: int,
+    ) -> None:
+        self._library = library
+        self._launch = library.cuLaunchKernel
+        unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
+        self._launch.argtypes = (pointer, *[unsigned] * 7, pointer, pointer, pointer)
+        self._function, self._num_threads, self._shared_bytes = function, num_threads, shared_bytes
+        self._packing = struct.Struct(arguments + "P" * num_scratch)
+        self._scratch = (0,) * num_scratch
+        self._buffer = ctypes.create_string_buffer(self._packing.size)
+        self._size = ctypes.c_size_t(self._packing.size)
+        self._extra = (ctypes.c_void_p * 5)(
+            _BUFFER_POINTER, ctypes.addressof(self._buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END
+        )
+        self._extra_address = ctypes.addressof(self._extra)
+        # The driver has copied the buffer when the call returns; until then it is of one thread.
+        self._lock = threading.Lock()
+
+    def __call__(self, num_programs: int, stream: int, *arguments: int) -> None:
+        with self._lock:
+            self._packing.pack_into(self._buffer, 0, *arguments, *self._scratch)
+            status = self._launch(
+                self._function,
+                num_programs,
+                1,
+                1,
+                self._num_threads,
+                1,
+                1,
+                self._shared_bytes,
+                stream,
+                None,
+                self._extra_address,
+            )
+        if status:
+            check(self._library, status, "to launch a kernel")
+
+
+def launch_of(library: ctypes.CDLL, kernel: Any, arguments: str, constants: Sequence[Any]) -> Launch:
+    """How to launch a Triton kernel that was compiled for the current device.
+
+    Args:
+        library: the CUDA driver.
+        kernel: `triton.compiler.CompiledKernel`.
+        arguments: native `struct` code of each argument that is no constant; those come first.
+        constants: the others.
+    """
+    _ = kernel.run  # loads it
+    num_scratch = _num_scratch(library, kernel, arguments)
+    if num_scratch is not None:
+        return DriverLaunch(
+            library,
+            kernel.function,
+            arguments,
+            num_scratch=num_scratch,
+            num_threads=kernel.metadata.num_warps * _WARP_THREADS,
+            shared_bytes=kernel.metadata.shared,
+        )
+
+    def launch(num_programs: int, stream: int, *given: int) -> None:
+        kernel[num_programs, 1, 1](*given, *constants, stream=stream)
+
+    return launch
+
+
+def _num_scratch(library: ctypes.CDLL, kernel: Any, arguments: str) -> int | None:
+    """How many unused pointers the kernel takes after its arguments; None for a kernel of another kind."""
+    metadata = kernel.metadata
+    unwanted = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    if metadata.num_ctas != 1 or any(getattr(metadata, name, None) for name in unwanted):
+        return None
+    found = _parameters(library, kernel.function)
+    num_scratch = len(found) - len(arguments)
+    if num_scratch < 0:
+        return None
+    offset, wanted = 0, []
+    for code in arguments + "P" * num_scratch:
+        size = struct.calcsize(code)
+        offset += -offset % size
+        wanted.append((offset, size))
+        offset += size
+    return num_scratch if found == wanted else None
+
+
+def _parameters(library: ctypes.CDLL, function: int) -> list[tuple[int, int]]:
+    """Offset and size of each parameter of a kernel; empty where the driver, before 12.4, does not say."""
+    info = getattr(library, "cuFuncGetParamInfo", None)
+    if info is None:
+        return []
+    info.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+    found: list[tuple[int, int]] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while info(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == _SUCCESS:
+        found.append((offset.value, size.value))
+    return found
