@@ -1,14 +1,20 @@
 """What a remote store that hangs for ever costs an engine: its step time, as a ratio to no remote store at all.
 
-Three caches of one process take turns, a block of steps each, so that all of them meet the same machine: one
-without a remote store, one whose server takes connections and never says a word, and one whose server lets clients
-in and hangs on whatever they ask then. A step is some milliseconds of matrix multiplication with the calls of an
-engine that gets a new prompt every few steps: lookup, offload, `step`. No prompt is ever found, so each lookup
-asks the tiers, and each offload is written to them.
+Three caches of one process take turns: one without a remote store, one whose server takes connections and never
+says a word, and one whose server lets clients in and hangs on whatever they ask then. A step is some milliseconds
+of matrix multiplication with the calls of an engine that gets a new prompt every few steps: lookup, offload,
+`step`. No prompt is ever found, so each lookup asks the tiers, and each offload is written to them.
+
+A turn is one prompt: all steps until the next one, so that what a prompt causes in the engine's process falls into
+its own turn. In a round each cache has one turn, and all orders of turns come up equally often. What a mode costs
+is the median over the rounds of its turn's time to that of the cache without a remote store: some tens of
+milliseconds lie between the two, so that what else the machine does meets both. Rounds go on until that is known
+well enough, or for too long.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -25,6 +31,7 @@ import numpy as np
 import torch
 
 from mlkv import KVLayout, KVPool, MLKVConfig, MultiLevelCache, Replica
+from mlkv.bench.paired import Ratio, paired_ratio
 from mlkv.errors import MLKVError
 
 MODES = ("no remote", "never answers", "hangs when asked")
@@ -32,8 +39,15 @@ MODES = ("no remote", "never answers", "hangs when asked")
 _PAGE_TOKENS = 16
 _PROMPT_TOKENS = 256
 _STEPS_PER_PROMPT = 8
-_BLOCK_STEPS = 32
 _WARM_STEPS = 64
+_ROUNDS_AT_ONCE = 60  # a multiple of the number of orders
+_MIN_ROUNDS = 240
+"""About half a minute, in which the servers have failed often enough to be left alone for longer and longer."""
+
+_MAX_S = 150.0
+_WANTED_HALF_WIDTH = 0.007
+"""A third of the 2% that are asked about."""
+
 _STEP_S = 0.004
 _CALL_DEADLINE_S = 1.0
 """Of a call to the server. Shorter than by default, so that the run sees many calls given up and tried again."""
@@ -85,8 +99,8 @@ class _Engine:
     cache: MultiLevelCache
     pool_tokens: int
     work: Callable[[], None]
-    blocks: list[list[float]] = field(default_factory=list)
-    """Seconds of each measured step, by block."""
+    turns: list[list[float]] = field(default_factory=list)
+    """Seconds of each measured step, by turn."""
     hit_steps: list[int] = field(default_factory=list)
     num_steps: int = 0
     _asked: dict[str, int] = field(default_factory=dict)
@@ -104,6 +118,9 @@ class _Engine:
         self.num_steps += 1
         return took_s
 
+    def take_turn(self) -> None:
+        self.turns.append([self.step() for _ in range(_STEPS_PER_PROMPT)])
+
     def _begin_prompt(self) -> None:
         number = self.num_steps
         tokens = np.arange(number * 1000, number * 1000 + _PROMPT_TOKENS)
@@ -114,12 +131,8 @@ class _Engine:
         self.cache.offload(f"keep {number}", tokens + 500, slots)
 
 
-def run(num_blocks: int = 60) -> dict[str, Any]:
-    """Run the benchmark. Returns what `--json` writes.
-
-    Args:
-        num_blocks: of each mode, of 32 steps each.
-    """
+def run(max_s: float = _MAX_S) -> dict[str, Any]:
+    """Run the benchmark, measuring for about `max_s` at most. Returns what `--json` writes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -135,11 +148,7 @@ def run(num_blocks: int = 60) -> dict[str, Any]:
             for _ in range(_WARM_STEPS):
                 for engine in engines.values():
                     engine.step()
-            for block in range(num_blocks):
-                # Every order of turns equally often, so that what one does to the next evens out.
-                for turn in range(len(MODES)):
-                    engine = engines[MODES[(block + turn) % len(MODES)]]
-                    engine.blocks.append([engine.step() for _ in range(_BLOCK_STEPS)])
+            _measure(engines, max_s)
             for mode, engine in engines.items():
                 _drain(mode, engine)
             rows = _rows(engines)
@@ -210,6 +219,27 @@ def _engine(stack: ExitStack, mode: str, url: str | None, work: Callable[[], Non
     return _Engine(cache, pool_tokens, work)
 
 
+def _measure(engines: dict[str, _Engine], max_s: float) -> None:
+    # Every order equally often, so that what one does to the next evens out.
+    orders = list(itertools.permutations(engines.values()))
+    num_rounds = 0
+    stop_at = time.monotonic() + max_s
+    while time.monotonic() < stop_at:
+        for number in range(_ROUNDS_AT_ONCE):
+            for engine in orders[number % len(orders)]:
+                engine.take_turn()
+        num_rounds += _ROUNDS_AT_ONCE
+        # When to stop depends on how sure the ratios are and never on what they are, which would favour one side.
+        if num_rounds >= _MIN_ROUNDS and all(
+            _ratio(engine, engines[MODES[0]]).half_width < _WANTED_HALF_WIDTH for engine in engines.values()
+        ):
+            return
+
+
+def _ratio(engine: _Engine, without: _Engine) -> Ratio:
+    return paired_ratio(np.array(engine.turns).sum(axis=1), np.array(without.turns).sum(axis=1))
+
+
 def _drain(mode: str, engine: _Engine) -> None:
     give_up_at = time.monotonic() + _DRAIN_S
     while engine.cache.pending:
@@ -220,34 +250,23 @@ def _drain(mode: str, engine: _Engine) -> None:
 
 def _rows(engines: dict[str, _Engine]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    without = np.array(engines[MODES[0]].blocks)  # [blocks, steps]
     for mode, engine in engines.items():
         tiers = engine.cache.audit().tiers
-        seconds = np.array(engine.blocks)
+        seconds = np.array(engine.turns)  # [turns, steps]
         p50, p99 = np.percentile(seconds, [50, 99])
-        # Of blocks that took turns, so that what else the machine does is the same for both.
-        ratios = np.median(seconds, axis=1) / np.median(without, axis=1)
-        low, high = _median_interval(ratios)
+        ratio = _ratio(engine, engines[MODES[0]])
         rows.append(
             {
                 "remote": mode,
                 "steps": seconds.size,
                 "p50_ms": float(p50) * 1e3,
                 "p99_ms": float(p99) * 1e3,
-                "ratio": float(np.median(ratios)),
-                "ratio_low": low,
-                "ratio_high": high,
+                "ratio": ratio.median,
+                "ratio_low": ratio.low,
+                "ratio_high": ratio.high,
                 "failed_calls": sum(sum(tier.failures.values()) for tier in tiers),
                 "hit_steps_p50": float(np.median(engine.hit_steps)),
                 "hit_steps_max": float(max(engine.hit_steps)),
             }
         )
     return rows
-
-
-def _median_interval(values: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
-    """Where the median is with 95% confidence, from the order of the values alone (a sign test)."""
-    ordered = np.sort(values)
-    margin = round(0.98 * len(ordered) ** 0.5)  # 1.96 standard deviations of a fair coin, each sqrt(n) / 2
-    middle = len(ordered) // 2
-    return float(ordered[max(0, middle - margin)]), float(ordered[min(len(ordered) - 1, middle + margin)])
