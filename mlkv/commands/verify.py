@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mlkv.commands.find import DEADLINE_S, add_json, add_options, connect
 from mlkv.commands.pages import bytes_of, page_lists, pages_of
 from mlkv.commands.show import print_json, print_table, table
-from mlkv.errors import ConfigError
+from mlkv.errors import ConfigError, StoreError
 from mlkv.page import verify_own_header
 from mlkv.store import Cancel, Quarantine, StoreClient
 from mlkv.store.states import READY
@@ -31,16 +31,23 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass
 class Checked:
-    """What was found in one place. `bad`: keys and what is wrong with their pages."""
+    """What was found in one place.
+
+    Attributes:
+        bad: keys and what is wrong with their pages.
+        why_unchecked: why nobody could look; "" when somebody has.
+    """
 
     where: str
     num_pages: int = 0
     bad: dict[bytes, str] = field(default_factory=dict)
     num_removed: int = 0
+    why_unchecked: str = ""
 
     def to_json(self) -> dict[str, Any]:
         bad = [{"key": key.hex(), "problem": problem} for key, problem in self.bad.items()]
-        return {"where": self.where, "pages": self.num_pages, "bad": bad, "removed": self.num_removed}
+        found = {"where": self.where, "pages": self.num_pages, "bad": bad, "removed": self.num_removed}
+        return found | ({"unchecked": self.why_unchecked} if self.why_unchecked else {})
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,7 +56,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "verify",
         help="read and check every page of host memory and of the lower tiers",
         description="Reads every page and checks it against its own header and checksums, while engines go on. "
-        "Exit status 1 if bad pages were found.",
+        "Exit status 1 if bad pages were found; else 2 if a tier could not be checked.",
     )
     parser.add_argument("--tier", metavar="NAME", help='check only this one ("host", or a lower tier)')
     parser.add_argument("--remove", action="store_true", help="remove bad pages")
@@ -69,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
                 _check_host(client, options.remove)
                 if place == "host"
                 else _check_tier(client, place, options.remove)
+                if options.tier is not None
+                else _try_tier(client, place, options.remove)
                 for place in (("host", *client.tiers) if options.tier is None else (options.tier,))
             ]
     if options.json:
@@ -81,7 +90,11 @@ def run(options: argparse.Namespace) -> int:
         for result in results:
             for key, problem in result.bad.items():
                 print(f"{result.where}: {key.hex()}: {problem}")
-    return 1 if any(result.bad for result in results) else 0
+            if result.why_unchecked:
+                print(f"{result.where} was not checked: {result.why_unchecked}")
+    if any(result.bad for result in results):
+        return 1
+    return 2 if any(result.why_unchecked for result in results) else 0
 
 
 def find_problem(page: npt.NDArray[np.uint8], key: bytes) -> str:
@@ -112,6 +125,14 @@ def _check_host(client: StoreClient, remove: bool) -> Checked:
                 client.call(Quarantine(pages, generations), DEADLINE_S)
                 result.num_removed += 1
     return result
+
+
+def _try_tier(client: StoreClient, tier: str, remove: bool) -> Checked:
+    """One that is down, or that cannot list what it has, keeps nobody from hearing about the others."""
+    try:
+        return _check_tier(client, tier, remove)
+    except StoreError as error:
+        return Checked(tier, why_unchecked=str(error))
 
 
 def _check_tier(client: StoreClient, tier: str, remove: bool) -> Checked:

@@ -352,6 +352,25 @@ def flip_on_disk(disk: Path, key: bytes) -> None:
     raise AssertionError("the page is not on the disk")
 
 
+def test_verify_tells_of_a_tier_that_it_cannot_check_and_checks_the_others(
+    host: Host, ask: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.store["remote"] = {"url": "redis://127.0.0.1:1"}  # nobody listens there
+    host.settings.write_text(json.dumps({"model": "test", "page_tokens": PAGE_TOKENS, "store": host.store}))
+    host.start("--page-bytes", str(PAGE_BYTES))
+    engine = host.engine()
+    stored(engine)
+    written(host, ask, 4)
+    in_host, on_disk, remote = ask("verify", status=2)
+    assert (in_host["pages"], on_disk["pages"]) == (4, 4)
+    assert "unchecked" not in in_host
+    assert remote["where"] == "redis"
+    assert remote["unchecked"]
+    ask("verify", "--tier", "disk")
+    assert main(["verify", "--socket", str(host.socket)]) == 2
+    assert "redis was not checked: " in capsys.readouterr().out
+
+
 def test_verify_finds_a_damaged_page_of_the_disk_with_the_store_and_without(
     host: Host, ask: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
