@@ -14,14 +14,12 @@ from pathlib import Path
 
 import chaos_engine
 from chaos_engine import LAYOUT
-from chaos_site import DISK_BYTES, Ending, Site, command_line, descendants
+from chaos_site import DISK_BYTES, Ending, Remote, Site, command_line, descendants
 
 from mlkv import cli
 from mlkv.commands.verify import open_folder
 from mlkv.store import Stats, StoreClient
 from mlkv.store.tiers.base import Tier
-from mlkv.store.tiers.open import open_remote
-from mlkv.store_config import RemoteConfig
 
 END_S = 30.0
 """For processes to end, pages to be given back, and sockets to go."""
@@ -35,12 +33,9 @@ class Checks:
         known: pids of processes that the run has started and waits for.
     """
 
-    def __init__(
-        self, site: Site, socket: Path, remote: RemoteConfig | None, ending: Ending, known: Callable[[], set[int]]
-    ) -> None:
+    def __init__(self, site: Site, socket: Path, ending: Ending, known: Callable[[], set[int]]) -> None:
         self._site = site
         self._socket = socket
-        self._remote = remote
         self._ending = ending
         self._known = known
         self._shared = set(os.listdir("/dev/shm"))
@@ -86,9 +81,10 @@ class Checks:
 
     def compare_disk(self) -> None:
         compared = 0
+        page = memoryview(mmap.mmap(-1, LAYOUT.page_bytes))  # aligned, as O_DIRECT wants it
         with contextlib.suppress(StopIteration):
             for tier, _page_bytes in open_folder(self._site.disk):
-                compared += self._compare("disk", tier)
+                compared += self._compare("disk", tier, page)
         self._ending.pages_compared["disk"] = compared
         used = sum(path.stat().st_blocks * 512 for path in self._site.disk.rglob("*") if path.is_file())
         if used > DISK_BYTES:
@@ -98,30 +94,34 @@ class Checks:
             if not named.fullmatch(str(path.relative_to(self._site.disk))):
                 self._problem(f"{path} is left in the disk folder")
 
-    def compare_remote(self) -> None:
-        assert self._remote is not None
-        tier = open_remote(self._remote, LAYOUT.page_bytes)
-        try:
-            tier.connect(memoryview(b""))
-            self._ending.pages_compared["remote"] = self._compare("remote", tier)
-        finally:
-            tier.close()
+    def compare_remote(self, kind: Remote) -> None:
+        with self._site.look_into(kind) as (tier, page):
+            try:
+                compared = self._compare("remote", tier, page)
+            except NotImplementedError:  # it cannot list what it has
+                compared = sum(self._is_right("remote", tier, page, key) for key in self._site.keys)
+        self._ending.pages_compared[kind] = compared
 
-    def _compare(self, where: str, tier: Tier) -> int:
+    def _compare(self, where: str, tier: Tier, page: memoryview) -> int:
         """Every page of a tier is that of its key, byte by byte."""
-        page = mmap.mmap(-1, LAYOUT.page_bytes)  # aligned, as O_DIRECT wants it
         compared, after = 0, b""
         while keys := tier.scan(after, 1024):
             for key in keys:
                 if key not in self._site.keys:
                     self._problem(f"{where}: there is a page of a key that nobody stored: {key.hex()}")
-                elif not tier.read([key], [memoryview(page)])[0]:
+                elif not self._is_right(where, tier, page, key):
                     self._problem(f"{where}: {key.hex()} is listed and cannot be read")
-                elif page[LAYOUT.header_bytes :][: LAYOUT.payload_bytes] != chaos_engine.payload(key):
-                    self._problem(f"{where}: {key.hex()} has wrong bytes")
                 compared += 1
             after = keys[-1]
         return compared
+
+    def _is_right(self, where: str, tier: Tier, page: memoryview, key: bytes) -> bool:
+        """Whether the page is there. If it has the bytes of another one, that is a problem."""
+        if not tier.read([key], [page])[0]:
+            return False
+        if page[LAYOUT.header_bytes :][: LAYOUT.payload_bytes] != chaos_engine.payload(key):
+            self._problem(f"{where}: {key.hex()} has wrong bytes")
+        return True
 
     def leftovers(self, socket_may_stay: bool) -> None:
         def problem() -> str:

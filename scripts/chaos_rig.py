@@ -78,7 +78,7 @@ class Run:
         self._owner: Any = None
         self._ranks: list[tuple[str, Any]] = []
         self.ending = Ending()
-        self._checks = Checks(site, self._socket, self._remote, self.ending, self._known)
+        self._checks = Checks(site, self._socket, self.ending, self._known)
 
     def do(self) -> Ending:
         start = time.monotonic()
@@ -313,8 +313,8 @@ class Run:
         self._checks.verify("--socket", str(self._socket))
         self._end_owner(was_struck=False)
         self._checks.compare_disk()
-        if self._remote is not None:
-            self._checks.compare_remote()
+        if self._case.remote != "none":
+            self._checks.compare_remote(self._case.remote)
 
     def _known(self) -> set[int]:
         known = {process.pid for _, process in self._ranks}

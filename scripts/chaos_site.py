@@ -11,21 +11,26 @@ from typing import Literal
 
 import chaos_engine
 from chaos_engine import LAYOUT
-from pydantic import SecretStr
+from pydantic import ByteSize, SecretStr
 
 from mlkv import Namespace
 from mlkv.keys import KEY_BYTES, page_keys
+from mlkv.store.tiers.base import Tier
+from mlkv.store.tiers.open import open_remote
 from mlkv.store_config import Admission, RemoteConfig
-from tests.store.remote_servers import RedisServer, S3Server, ServerProcess
+from tests.store.remote_servers import MooncakeMaster, RedisServer, S3Server, ServerProcess, remote_memory
 
 MODEL = "chaos"
 HOST_PAGES = 64
 DISK_BYTES = (4 << 20) + 160 * (LAYOUT.page_bytes + 128)
 """Room for fewer than half of the pages that the prompts have."""
 
+_LENT_BYTES = 16 << 20
+"""Memory that each owner lends to Mooncake, and loses with its life, and that the site lends and keeps."""
+
 Victim = Literal["owner", "rank", "ranks", "both"]
 Moment = Literal["start", "traffic", "end"]
-Remote = Literal["redis", "s3", "none"]
+Remote = Literal["redis", "s3", "mooncake", "none"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Site:
         self.folder = folder
         self.disk = folder / "disk"
         self._servers: dict[Remote, ServerProcess] = {}
+        self._mooncake: tuple[Tier, memoryview] | None = None
         self.namespace = Namespace(MODEL, LAYOUT)
         keys: set[bytes] = set()
         for number in range(chaos_engine.NUM_PROMPTS):
@@ -90,13 +96,22 @@ class Site:
                 # Room for most of the pages, so that the server evicts.
                 settings = "maxmemory 2300kb\nmaxmemory-policy allkeys-lru"
                 self._servers[kind] = RedisServer(self.folder / "redis", settings=settings)
-            else:
+            elif kind == "s3":
                 self._servers[kind] = S3Server(self.folder / "s3")
+            else:
+                self._servers[kind] = MooncakeMaster(self.folder / "mooncake")
             self._servers[kind].start()
+            if kind == "mooncake":
+                self._mooncake = self._lend(self._config(kind))
             self.baseline |= set(descendants())
+        return self._config(kind)
+
+    def _config(self, kind: Remote) -> RemoteConfig:
         server = self._servers[kind]
         if isinstance(server, RedisServer):
             return RemoteConfig(url=server.url)
+        if isinstance(server, MooncakeMaster):
+            return RemoteConfig(url=server.url, segment_bytes=ByteSize(_LENT_BYTES))
         assert isinstance(server, S3Server)
         return RemoteConfig(
             url=f"s3://{server.BUCKET}/kv",
@@ -105,7 +120,30 @@ class Site:
             secret_access_key=SecretStr(server.SECRET_KEY),
         )
 
+    @contextlib.contextmanager
+    def look_into(self, kind: Remote) -> Iterator[tuple[Tier, memoryview]]:
+        """The remote tier without an owner, and a page to read into."""
+        if kind == "mooncake":
+            assert self._mooncake is not None
+            yield self._mooncake
+            return
+        tier = open_remote(self._config(kind), LAYOUT.page_bytes)
+        tier.connect(memoryview(b""))
+        try:
+            yield tier, memoryview(bytearray(LAYOUT.page_bytes))
+        finally:
+            tier.close()
+
+    def _lend(self, remote: RemoteConfig) -> tuple[Tier, memoryview]:
+        """A client of Mooncake that stays: what it lends outlives the owners, and it reads what there is."""
+        page = remote_memory(LAYOUT.page_bytes)
+        tier = open_remote(remote, LAYOUT.page_bytes)
+        tier.connect(page)
+        return tier, page
+
     def close(self) -> None:
+        if self._mooncake is not None:
+            self._mooncake[0].close()
         for server in self._servers.values():
             server.kill()
 

@@ -3,8 +3,9 @@
 
     python scripts/chaos_store.py [--runs 300] [--seed 0] [--json FILE] [--folder DIR]
 
-In each run engines store and load through host memory, a disk and a remote server (Redis, and SeaweedFS for S3,
-where they are installed), all of them too small, so that pages are evicted and promoted all the time. At a moment
+In each run engines store and load through host memory, a disk and a remote store (Redis, SeaweedFS for S3, or
+Mooncake, where they are installed), nearly all of them too small, so that pages are evicted and promoted all the
+time. At a moment
 drawn from their start, their traffic or their end comes `kill -9`. Then the survivors must end as they should; a
 restarted owner must pass `mlkv verify`; a new engine loads everything there is. The KV of a page is a hash of its
 key, so that every loaded byte, and every byte in every tier, is compared with what it must be. No page may be
@@ -24,7 +25,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -35,12 +36,13 @@ from chaos_rig import Run, prepare
 from chaos_site import Case, Moment, Remote, Site, Victim
 
 from mlkv.store_config import Admission
-from tests.store.remote_servers import RedisServer, S3Server
+from tests.store.remote_servers import MooncakeMaster, RedisServer, S3Server, ServerProcess
 
 VICTIMS: dict[Victim, int] = {"owner": 35, "rank": 20, "ranks": 15, "both": 30}
 MOMENTS: dict[Moment, int] = {"start": 15, "traffic": 70, "end": 15}
 ADMISSIONS: dict[Admission, int] = {"write": 60, "second_use": 20, "evict": 20}
-REMOTES: dict[Remote, int] = {"redis": 80, "s3": 10, "none": 10}
+REMOTES: dict[Remote, int] = {"redis": 60, "s3": 10, "mooncake": 20, "none": 10}
+SERVERS: dict[Remote, type[ServerProcess]] = {"redis": RedisServer, "s3": S3Server, "mooncake": MooncakeMaster}
 TWO_RANKS_SHARE, EMBEDDED_SHARE, DAMAGE_SHARE = 0.25, 0.15, 0.15
 TRIES = 8
 """For a moment at which the victims still live."""
@@ -50,11 +52,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos_store.py", description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=300, metavar="N", help="kills (300)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and of all other choices (0)")
+    parser.add_argument(
+        "--remotes", nargs="+", choices=get_args(Remote), default=list(REMOTES), help="remote stores (all of them)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append each run to this file")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where the disk tier lies (a temporary one)")
     chosen = parser.parse_args()
     found = read(chosen.json)
-    missing = [case for case in cases(chosen.runs, chosen.seed) if case.number not in found]
+    missing = [case for case in cases(chosen.runs, chosen.seed, chosen.remotes) if case.number not in found]
     if missing:
         prepare()
         with tempfile.TemporaryDirectory(prefix="mlkv-chaos-", dir=chosen.folder) as folder:
@@ -72,11 +77,11 @@ def main() -> int:
     return 1 if any(row["problems"] for row in found.values()) else 0
 
 
-def cases(runs: int, seed: int) -> Iterator[Case]:
-    remotes = dict(REMOTES)
-    for kind, server in (("redis", RedisServer), ("s3", S3Server)):
-        if server.missing():
-            remotes["none"] += remotes.pop(kind)
+def cases(runs: int, seed: int, wanted: Sequence[Remote]) -> Iterator[Case]:
+    remotes = {kind: share for kind, share in REMOTES.items() if kind in wanted}
+    for kind, server in SERVERS.items():
+        if kind in remotes and server.missing():
+            remotes["none"] = remotes.get("none", 0) + remotes.pop(kind)
     for at in range(runs):
         chance = random.Random(f"{seed}/{at}")
 

@@ -237,16 +237,21 @@ def running(server: ServerProcess) -> Iterator[ServerProcess]:
         server.kill()
 
 
+def remote_memory(num_bytes: int) -> memoryview:
+    """Memory that Mooncake's client process can map as well, as it does with a pool."""
+    fd = os.memfd_create("of-a-test")
+    os.ftruncate(fd, num_bytes)
+    memory = memoryview(mmap.mmap(fd, num_bytes))
+    os.close(fd)
+    return memory
+
+
 @contextmanager
 def lending(master: MooncakeMaster, num_bytes: int = 512 << 20) -> Iterator[None]:
     """Memory for Mooncake's pages that stays when the jobs under test, and what they lent, are gone."""
     page_bytes = 4096  # of none of the jobs: this tier only lends
-    fd = os.memfd_create("lender")
-    os.ftruncate(fd, page_bytes)
-    memory = memoryview(mmap.mmap(fd, page_bytes))
-    os.close(fd)
     tier = open_remote(RemoteConfig(url=master.url, segment_bytes=ByteSize(num_bytes)), page_bytes)
-    tier.connect(memory)
+    tier.connect(remote_memory(page_bytes))
     try:
         yield
     finally:
