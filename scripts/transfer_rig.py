@@ -24,7 +24,7 @@ from mlkv.kernels.staged import StagedTransferEngine
 from mlkv.kernels.torch_kernels import TorchKernels
 from mlkv.layout import KVLayout, KVPool, RankSlice
 
-MAX_TRANSFER_BYTES = 4 << 30  # 512 pages of 64 tokens of the larger model
+MAX_TRANSFER_BYTES = 16 << 30  # 512 pages of 256 tokens of the 8B model
 STAGING_BYTES = 256 << 20  # the default of the library's settings
 REPEATS = 5
 
