@@ -6,6 +6,7 @@ a CPU cache. Each is a few lines on the facade; the loop around them is a schedu
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,6 +14,8 @@ from typing import Protocol
 import torch
 
 from mlkv import MultiLevelCache, StepResult
+
+NAP_S = 0.0005
 
 
 @dataclass
@@ -118,7 +121,10 @@ class Loop:
         self._host.update_cpu_cache_load_task_states(step)
         for request in self._host.update_cpu_cache_offload_task_states(step):
             self._free += request.slots.tolist()
-        finished = [request for request in self.admitted if request.may_run and self._run(request)]
+        runnable = [request for request in self.admitted if request.may_run]
+        if not runnable and not self._host.idle:
+            time.sleep(NAP_S)  # else the copying threads would hardly get the interpreter
+        finished = [request for request in runnable if self._run(request)]
         self.admitted = [request for request in self.admitted if request not in finished]
         self._host.offload_finished_reqs_to_cpu_cache(finished)
 
