@@ -11,7 +11,7 @@ import torch
 
 from mlkv import NOTHING_TOLD, KVLayout, KVPool, MLKVConfig, MultiLevelCache, Plane, Replica
 
-MAX_CALLS = 12
+MAX_CALLS = 11
 """Calls of Python functions in an idle step. After a model's step each costs about a microsecond."""
 
 LAYOUT = KVLayout(1, 1, 8, (Plane("kv", torch.float32, 4),))
