@@ -9,6 +9,7 @@ wants anything else than what was packed for it is left to Triton.
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -16,8 +17,8 @@ from typing import Any
 
 from mlkv.kernels.driver import check
 
-_SUCCESS = 0
 _WARP_THREADS = 32
+_POINTER_BYTES = 8
 _END, _BUFFER_POINTER, _BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 
 Launch = Callable[..., None]
@@ -90,7 +91,7 @@ def launch_of(library: ctypes.CDLL, kernel: Any, arguments: str, constants: Sequ
         constants: the others.
     """
     _ = kernel.run  # loads it
-    num_scratch = _num_scratch(library, kernel, arguments)
+    num_scratch = _num_scratch(kernel, arguments)
     if num_scratch is not None:
         return DriverLaunch(
             library,
@@ -107,33 +108,28 @@ def launch_of(library: ctypes.CDLL, kernel: Any, arguments: str, constants: Sequ
     return launch
 
 
-def _num_scratch(library: ctypes.CDLL, kernel: Any, arguments: str) -> int | None:
+def _num_scratch(kernel: Any, arguments: str) -> int | None:
     """How many unused pointers the kernel takes after its arguments; None for a kernel of another kind."""
     metadata = kernel.metadata
     unwanted = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
     if metadata.num_ctas != 1 or any(getattr(metadata, name, None) for name in unwanted):
         return None
-    found = _parameters(library, kernel.function)
-    num_scratch = len(found) - len(arguments)
-    if num_scratch < 0:
+    found = parameter_bytes(kernel.asm.get("ptx", ""))
+    wanted = [struct.calcsize(code) for code in arguments]
+    scratch = found[len(wanted) :]
+    if found[: len(wanted)] != wanted or any(size != _POINTER_BYTES for size in scratch):
         return None
-    offset, wanted = 0, []
-    for code in arguments + "P" * num_scratch:
-        size = struct.calcsize(code)
-        offset += -offset % size
-        wanted.append((offset, size))
-        offset += size
-    return num_scratch if found == wanted else None
+    return len(scratch)
 
 
-def _parameters(library: ctypes.CDLL, function: int) -> list[tuple[int, int]]:
-    """Offset and size of each parameter of a kernel; empty where the driver, before 12.4, does not say."""
-    info = getattr(library, "cuFuncGetParamInfo", None)
-    if info is None:
+def parameter_bytes(ptx: str) -> list[int]:
+    """Sizes of a kernel's parameters, each of which begins on a multiple of its own; empty when none are found.
+
+    Args:
+        ptx: assembly of the kernel, as `.entry name(.param .u64 ..., .param .u32 ...)`.
+    """
+    entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)
+    if entry is None:
         return []
-    info.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
-    found: list[tuple[int, int]] = []
-    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while info(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == _SUCCESS:
-        found.append((offset.value, size.value))
-    return found
+    parameters = [re.match(r"\s*\.param\s+\.[bsuf](8|16|32|64)\s", text) for text in entry[1].split(",")]
+    return [int(found[1]) // 8 for found in parameters if found] if all(parameters) else []

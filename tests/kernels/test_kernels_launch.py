@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import struct
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +17,42 @@ import pytest
 from mlkv.kernels.launch import DriverLaunch, launch_of
 
 ARGUMENTS = "PPPPiiiiii"
-LAID_OUT = [(0, 8), (8, 8), (16, 8), (24, 8), (32, 4), (36, 4), (40, 4), (44, 4), (48, 4), (52, 4)]
-SCRATCH = [(56, 8), (64, 8)]
+OFFSETS = (0, 8, 16, 24, 32, 36, 40, 44, 48, 52)
+TYPES = ["u64 .ptr .global .align 1"] * 4 + ["u32"] * 6
+SCRATCH = ["u64 .ptr .global .align 1"] * 2
 VALUES = (1 << 63, 2, 3, 4, 5, 6, -7, 8, 9, 10)
 
 
-class Driver:
-    """Stands for the CUDA driver: knows where a kernel's parameters are, and keeps what was launched."""
+COMPILE = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mlkv.kernels import triton_kernels
+from mlkv.kernels.launch import parameter_bytes
 
-    def __init__(self, parameters: list[tuple[int, int]] | None, status: int = 0) -> None:
+def parameters(fn, signature, **constants):
+    signature.update(dict.fromkeys(constants, "constexpr"))
+    source = ASTSource(fn=fn, signature=signature, constexprs=constants)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(json.dumps(parameter_bytes(kernel.asm["ptx"])))
+
+numbers = ("num_slices", "num_heads", "head_bytes", "num_parts", "first_part", "items_per_slice")
+parameters(
+    triton_kernels._move_pages,
+    {"slots": "*i64", "pages": "*u8", "sums": "*i64", "table": "*i64", **dict.fromkeys(numbers, "i32")},
+    SCATTER=True, ADDRESSES=False, PER_PAGE=False, ALIGNED=True, CHECKSUM=True, PAGE_TOKENS=64, BLOCK_TOKENS=16,
+    COLUMNS=5, ENTRIES=2, ROWS=64, ROW_UNITS=64, UNIT_BYTES=4, PADDING_BYTES=0, TILE_ROWS=128, TILE_UNITS=64,
+    SUMMED_UNITS=4, SAME_STRIDES=True,
+)
+parameters(triton_kernels._copy_words, {"source": "*i64", "target": "*i64", "count": "i32"}, BLOCK=1024)
+"""
+
+
+class Driver:
+    """Stands for the CUDA driver: keeps what was launched."""
+
+    def __init__(self, status: int = 0) -> None:
         self.launched: list[tuple[tuple[int, ...], bytes]] = []
         self._status = status
 
@@ -32,13 +64,6 @@ class Driver:
             self.launched.append((tuple(numbers), ctypes.string_at(found[1] or 0, size)))
             return self._status
 
-        def describe(function: int, index: int, offset: Any, size: Any) -> int:
-            assert parameters is not None
-            if index >= len(parameters):
-                return 1
-            offset._obj.value, size._obj.value = parameters[index]
-            return 0
-
         def name_error(status: int, name: Any) -> int:
             name._obj.value = b"CUDA_ERROR_OF_THE_TEST"
             return 0
@@ -46,8 +71,6 @@ class Driver:
         # Functions, as those of a library, take a declaration of their arguments.
         self.cuLaunchKernel = launch
         self.cuGetErrorString = name_error
-        if parameters is not None:
-            self.cuFuncGetParamInfo = describe
 
 
 class Kernel:
@@ -55,7 +78,9 @@ class Kernel:
 
     run = function = 77
 
-    def __init__(self, **unusual: int) -> None:
+    def __init__(self, types: list[str], **unusual: int) -> None:
+        parameters = ",\n".join(f"\t.param .{kind} move_param_{at}" for at, kind in enumerate(types))
+        self.asm = {"ptx": f".version 8.7\n.visible .entry move(\n{parameters}\n)\n.reqntid 128\n{{ ret; }}"}
         self.metadata = SimpleNamespace(num_warps=4, shared=128, num_ctas=1, global_scratch_size=0)
         self.metadata.profile_scratch_size = self.metadata.launch_pdl = 0
         self.metadata.__dict__.update(unusual)
@@ -65,9 +90,9 @@ class Kernel:
         return lambda *arguments, stream: self.by_triton.append((grid, stream, *arguments))
 
 
-@pytest.mark.parametrize("scratch", [[], SCRATCH[:1], SCRATCH], ids=["none", "one", "two"])
-def test_arguments_lie_where_the_kernel_reads_them(scratch: list[tuple[int, int]]) -> None:
-    driver, kernel = Driver(LAID_OUT + scratch), Kernel()
+@pytest.mark.parametrize("num_scratch", [0, 1, 2])
+def test_arguments_lie_where_the_kernel_reads_them(num_scratch: int) -> None:
+    driver, kernel = Driver(), Kernel(TYPES + SCRATCH[:num_scratch])
     launch = launch_of(driver, kernel, ARGUMENTS, ("constant",))  # type: ignore[arg-type]
     for stream in (5, 6):
         launch(9, stream, *VALUES)
@@ -75,37 +100,60 @@ def test_arguments_lie_where_the_kernel_reads_them(scratch: list[tuple[int, int]
     (numbers, packed), (again, _) = driver.launched
     assert numbers == (77, 9, 1, 1, 4 * 32, 1, 1, 128, 5)
     assert again[-1] == 6
-    assert len(packed) == 56 + 8 * len(scratch)
-    for value, code, (offset, size) in zip(VALUES, ARGUMENTS, LAID_OUT, strict=True):
-        assert struct.unpack(code, packed[offset : offset + size]) == (value,)
+    assert len(packed) == 56 + 8 * num_scratch
+    for value, code, offset in zip(VALUES, ARGUMENTS, OFFSETS, strict=True):
+        assert struct.unpack_from(code, packed, offset) == (value,)
     assert not any(packed[56:]), "no scratch memory"
 
 
 @pytest.mark.parametrize(
-    ("parameters", "unusual"),
+    ("types", "unusual"),
     [
-        (None, {}),
-        (LAID_OUT[:-1], {}),
-        ([*LAID_OUT[:4], (32, 8), *LAID_OUT[5:]], {}),
-        ([*LAID_OUT, (56, 4)], {}),
-        (LAID_OUT, {"global_scratch_size": 64}),
-        (LAID_OUT, {"launch_pdl": 1}),
-        (LAID_OUT, {"num_ctas": 2}),
+        ([], {}),
+        (TYPES[:-1], {}),
+        ([*TYPES[:4], "u64", *TYPES[5:]], {}),
+        ([*TYPES, "u32"], {}),
+        ([*TYPES, "align 64 .b8"], {}),
+        (TYPES, {"global_scratch_size": 64}),
+        (TYPES, {"launch_pdl": 1}),
+        (TYPES, {"num_ctas": 2}),
     ],
-    ids=["an old driver", "one less", "another size", "no pointer", "scratch", "dependent launch", "cluster"],
+    ids=[
+        "none",
+        "one less",
+        "another size",
+        "no pointer",
+        "a descriptor",
+        "scratch",
+        "dependent launch",
+        "cluster",
+    ],
 )
 def test_a_kernel_that_wants_anything_else_is_launched_by_triton(
-    parameters: list[tuple[int, int]] | None, unusual: dict[str, int]
+    types: list[str], unusual: dict[str, int]
 ) -> None:
-    driver, kernel = Driver(parameters), Kernel(**unusual)
+    driver, kernel = Driver(), Kernel(types, **unusual)
     launch_of(driver, kernel, ARGUMENTS, ("constant", 3))(9, 5, *VALUES)  # type: ignore[arg-type]
     assert not driver.launched
     assert kernel.by_triton == [((9, 1, 1), 5, *VALUES, "constant", 3)]
 
 
+def test_the_real_kernels_compiled_for_a_gpu_take_what_is_packed_for_them(tmp_path: Path) -> None:
+    """By the compiler itself, for an H100, in a process of its own: this one's Triton may be the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    moving, fetching = map(json.loads, done.stdout.splitlines())
+    assert moving == [8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 8, 8]
+    assert fetching == [8, 8, 4, 8, 8]
+
+
 def test_a_refused_launch_is_an_error_that_says_why() -> None:
     launch = DriverLaunch(
-        Driver([], status=700),  # type: ignore[arg-type]
+        Driver(status=700),  # type: ignore[arg-type]
         1,
         "P",
         num_scratch=0,
