@@ -9,6 +9,6 @@ set -euo pipefail
 
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source scripts/env.sh
-mlkv_vllm_environment engine
+mlkv_vllm_environment engine gguf # what launch.sh asks for, which is run as well
 export PYTHONPATH="$PWD"
 exec "$python" -m pytest tests/vllm -p no:cacheprovider -q "$@"
