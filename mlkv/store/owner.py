@@ -115,8 +115,13 @@ class Owner:
         signal.signal(signal.SIGTERM, self._stop)
         # The terminal sends Ctrl-C to everybody; the owner ends when its clients have.
         signal.signal(signal.SIGINT, self._stop if self._settings.keep else signal.SIG_IGN)
-        while not self._stopping and not self._left():
-            self._turn(self._timeout_s())
+        try:
+            while not self._stopping and not self._left():
+                self._turn(self._timeout_s())
+        except MemoryError:
+            # Outside of any client's request: what was half done then, with tiers for example, nobody can tell.
+            _log.critical("there is no memory left, the store ends", exc_info=True)
+            self._stopping = True
         if self._stopping:
             self._remove_files()
         self._listener.close()
@@ -180,6 +185,10 @@ class Owner:
         except (PeerGone, wire.WireError) as error:
             self._disconnect(client, str(error))
             return
+        except MemoryError:
+            # Of what it sent, or was to be told, something is missing. It can do without a store.
+            self._disconnect(client, "there was no memory to serve it")
+            return
         self._watch(client)
 
     def _watch(self, client: Client) -> None:
@@ -215,13 +224,21 @@ class Owner:
             # anything; should a bug have broken it all the same, serving on could hand out the wrong pages.
             _log.exception("%s of %s failed", type(request).__name__, client)
             reply = wire.Failed(f"the owner of the store failed on a {type(request).__name__}: {error!r}")
-            problem = self._service.check()
-            if problem:
-                _log.critical("the index is broken, the store ends: %s", problem)
+            if self._is_broken():
                 self._stopping = True
         client.channel.send(wire.encode_frame(ticket, reply), pass_fd)
         if client.group is None:
             raise PeerGone("it was not admitted")
+
+    def _is_broken(self) -> bool:
+        try:
+            problem = self._service.check()
+        except Exception as error:
+            # A check that fails otherwise has met what it did not expect, or no memory: serving on is too risky.
+            problem = f"it cannot be checked: {error!r}"
+        if problem:
+            _log.critical("the index is broken, the store ends: %s", problem)
+        return bool(problem)
 
     def _send_late(self) -> None:
         late, self._late = self._late, []
