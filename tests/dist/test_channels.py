@@ -249,6 +249,19 @@ def test_exchanging_a_step_twice_is_an_error() -> None:
     assert "step 1 exchanged after step 1" in run_ranks(exchange_twice, 2)[1]
 
 
+def leave_after_a_late_step(rank: int) -> tuple[bytes, ...]:
+    agreement = agreement_of(rank, 2, agreeing.TENSOR_LATE, 5.0)
+    agreement.step(lambda: [b"last words"])
+    # Rank 1 leaves while its own thread has hardly heard of the exchange.
+    facts = agreement.step(list).facts if rank == 0 else ()
+    agreement.close()
+    return facts
+
+
+def test_a_rank_that_leaves_right_after_a_late_step_has_taken_part_in_its_exchange() -> None:
+    assert run_ranks(leave_after_a_late_step, 2)[0] == (b"last words",)
+
+
 def test_a_single_rank_needs_no_other_and_is_never_late() -> None:
     agreement = Agreement(Replica.single(), "auto")
     assert (agreement.channel_name, agreement.late) == ("local", False)
