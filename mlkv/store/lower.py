@@ -95,6 +95,8 @@ class LowerTiers:
 
     @property
     def due_at(self) -> float | None:
+        if self._writeback.can_feed:
+            return self._clock()
         times = [runner.due_at for runner in self._runners] + [self._lookups.due_at]
         return min((at for at in times if at is not None), default=None)
 

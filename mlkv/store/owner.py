@@ -7,6 +7,7 @@ Started by the first client (see spawn.py), or by hand so that the cache outlive
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import selectors
@@ -51,6 +52,10 @@ _DRAIN_S = 10.0
 
 _CLOSE_S = 2.0
 """Calls of lower tiers that have not returned by then are left behind."""
+
+_SWITCH_S = 0.0005
+"""How long a thread of a tier may keep the interpreter from the loop that engines wait for. By default it is 5 ms,
+and that more than once in a turn."""
 
 _RETRY_S = 0.02
 _STOP_LOCK_S = 1.0
@@ -107,6 +112,9 @@ class Owner:
 
     def serve(self) -> bool:
         """Until the last client is gone (unless kept), or SIGTERM. False if a thread still hangs in a tier."""
+        sys.setswitchinterval(_SWITCH_S)
+        gc.collect()
+        gc.freeze()  # what is here now stays: no collection has to go through it again
         wake_read, wake_write = socket.socketpair()
         wake_read.setblocking(False)
         wake_write.setblocking(False)
@@ -149,7 +157,8 @@ class Owner:
             for fd in lower.fds:
                 selector.register(fd, selectors.EVENT_READ)
             while lower.is_busy and time.monotonic() < give_up_at:
-                selector.select(_RETRY_S)
+                due_at = lower.due_at
+                selector.select(_RETRY_S if due_at is None else min(_RETRY_S, max(0.0, due_at - time.monotonic())))
                 lower.poll()
         return lower.close(_CLOSE_S)
 

@@ -120,15 +120,21 @@ class WriteBack:
         return self._num_waiting[tier]
 
     def feed(self) -> None:
-        """Hand to each tier what waits for it, as far as it has threads for it."""
+        """Hand to each tier the next batch of what waits for it, if it has a thread for it.
+
+        One batch: it takes a millisecond or two, and engines wait for the owner meanwhile.
+        """
         for tier, runner in enumerate(self._runners):
-            while self._waiting[tier]:
-                if not runner.is_usable:
-                    self._drop_waiting(tier)
-                elif runner.num_write_pages:
-                    break
-                else:
-                    self._write_next(tier)
+            if self._waiting[tier] and not runner.is_usable:
+                self._drop_waiting(tier)
+            elif self._waiting[tier] and not runner.num_write_pages:
+                self._write_next(tier)
+
+    @property
+    def can_feed(self) -> bool:
+        """Whether `feed` would do something at once."""
+        pairs = zip(self._waiting, self._runners, strict=True)
+        return any(chains and not (runner.is_usable and runner.num_write_pages) for chains, runner in pairs)
 
     # Inside
 

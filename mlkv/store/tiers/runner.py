@@ -22,6 +22,9 @@ from mlkv.store.tiers.workers import Workers
 MAX_LOADS: Final = 256
 """Lookups and reads that may wait for a thread. What comes later is a miss: it would only arrive later still."""
 
+_POLL_S: Final = 0.002
+"""Calls that have ended are taken in for this long and one more of them: engines wait for the owner meanwhile."""
+
 _LEAST_CLOSE_S: Final = 0.5
 
 _log = logging.getLogger("mlkv.store")
@@ -185,7 +188,7 @@ class TierRunner:
 
     def poll(self) -> None:
         """Take what has ended, give up on what takes too long, tell those who asked, and start what comes next."""
-        for call in self._workers.take_ended():
+        for call in self._workers.take_ended(_POLL_S):
             self._end(call)
         now = self._clock()
         for call in [c for c in self._running if c.began_at and now >= c.began_at + self._tier.deadline_s]:

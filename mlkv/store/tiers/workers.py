@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from mlkv.store.tiers.base import Tier
@@ -49,14 +50,19 @@ class Workers:
         """Have a thread make this call. It waits if all of them are busy."""
         self._ready.put(call)
 
-    def take_ended(self) -> list[Call]:
-        """The calls that have ended since the last time."""
+    def take_ended(self, limit_s: float = math.inf) -> Iterator[Call]:
+        """The calls that have ended since the last time; to be iterated to its end.
+
+        After `limit_s` the others are left for the next time, and the descriptor stays readable.
+        """
         with suppress(BlockingIOError):  # none has ended
             os.eventfd_read(self._wake_fd)
-        ended: list[Call] = []
+        stop_at = time.monotonic() + limit_s
         while self._ended:
-            ended.append(self._ended.popleft())
-        return ended
+            yield self._ended.popleft()
+            if self._ended and time.monotonic() >= stop_at:
+                os.eventfd_write(self._wake_fd, 1)
+                return
 
     def join(self, deadline_s: float) -> bool:
         """End the threads. False if some were still in a call at the deadline."""
