@@ -11,8 +11,8 @@ import pytest
 
 from tests.job.jobs import ROOT
 
-SEED = "106"
-"""Of which the first runs strike everybody, at every moment, and damage the disk once."""
+SEED = "429"
+"""Of which the first runs strike everybody, at every moment, damage the disk once, and have every remote store."""
 
 
 @pytest.mark.timeout(200)
