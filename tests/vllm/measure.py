@@ -19,9 +19,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
+from mlkv.bench.paired import paired_ratio
+
 PROMPT_TOKENS = 1024
 REPEATS = 7
-DECODE_TOKENS = 200
 
 _HOOKS = (
     "bind_connector_metadata",
@@ -44,34 +47,38 @@ _HOOKS = (
 )
 """Of those that an idle step calls. `has_connector_metadata`, once per layer, is `bool` itself."""
 
-_spent_cpu_s = 0.0
-_num_calls = 0
+_TURN_STEPS = 8
+_NUM_TURNS = 160
+"""Decode steps are measured in turns of `_TURN_STEPS`, every other one of them without the connector."""
+
+_is_left_out = False
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def _timed(call: _Call) -> _Call:
+def _optional(call: _Call, when_left_out: Any) -> _Call:
     @functools.wraps(call)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        global _spent_cpu_s, _num_calls
-        _num_calls += 1
-        start = time.thread_time()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            _spent_cpu_s += time.thread_time() - start
+    def perhaps(*args: Any, **kwargs: Any) -> Any:
+        return when_left_out if _is_left_out else call(*args, **kwargs)
 
-    return timed  # type: ignore[return-value]
+    return perhaps  # type: ignore[return-value]
 
 
 def __getattr__(name: str) -> Any:
-    """`TimedConnector`, made when vLLM asks for it: importing it before vLLM's own setup would be too early."""
-    if name != "TimedConnector":
+    """`OptionalConnector`, made when vLLM asks for it: importing it before vLLM's own setup would be too early."""
+    if name != "OptionalConnector":
         raise AttributeError(name)
-    from mlkv.integrations.vllm import MLKVConnector
+    from mlkv.integrations.vllm import MLKVConnector, connector
 
-    return type(
-        "TimedConnector", (MLKVConnector,), {hook: _timed(getattr(MLKVConnector, hook)) for hook in _HOOKS}
-    )
+    idle = {
+        "build_connector_meta": connector.NO_ORDERS,
+        "get_transfer_results": connector._NOTHING_OVER,
+        "get_block_ids_with_load_errors": frozenset(),
+        "take_events": (),
+        "has_pending_block_frees": False,
+        "has_pending_push_work": False,
+    }
+    hooks = {hook: _optional(getattr(MLKVConnector, hook), idle.get(hook)) for hook in _HOOKS}
+    return type("OptionalConnector", (MLKVConnector,), hooks)
 
 
 def start(model: str, tp: int, channel: str) -> Any:
@@ -90,7 +97,7 @@ def start(model: str, tp: int, channel: str) -> Any:
         num_gpu_blocks_override=256,
         seed=0,
         kv_transfer_config={
-            "kv_connector": "TimedConnector",
+            "kv_connector": "OptionalConnector",
             "kv_connector_module_path": "tests.vllm.measure",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"store": {"host_bytes": "1GiB"}, "agree": {"channel": channel}},
@@ -120,47 +127,42 @@ def repeated_prompts(llm: Any) -> dict[str, float]:
 
 
 def idle_steps(llm: Any) -> dict[str, float]:
-    """Microseconds of a decode step, and of those in the connector, with no copy in flight.
+    """Microseconds of a decode step, and what the connector adds to it with no copy in flight.
 
-    `cpu` is processor time of the thread that steps: on a busy machine it tells more than the time on the clock.
-    The connector's is less by what looking at the clocks costs at so many calls.
+    Every other turn of some steps leaves the connector out, on all ranks alike: its hooks say at once that there
+    is nothing, and nothing is agreed. What it adds is the difference of neighbouring turns.
     """
     from vllm import SamplingParams
 
-    global _spent_cpu_s, _num_calls
-    params = SamplingParams(max_tokens=DECODE_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
-    # Shorter than a page, so that nothing is looked up or stored while it is answered.
-    llm.llm_engine.add_request("decode", {"prompt_token_ids": list(range(20))}, params)
-    steps, steps_cpu, spent, calls = [], [], [], []
+    global _is_left_out
+    params = SamplingParams(max_tokens=1900, temperature=0.0, ignore_eos=True, detokenize=False)
+    # Shorter than a page, so that nothing is looked up; what is decoded is stored when it ends, between turns.
+    with_s, without_s = [], []
+    for number in range(_NUM_TURNS):
+        if number % 40 == 0:
+            llm.llm_engine.abort_request([f"decode{number - 40}"])
+            llm.llm_engine.add_request(f"decode{number}", {"prompt_token_ids": list(range(20))}, params)
+            for _ in range(2 * _TURN_STEPS):
+                llm.llm_engine.step()
+        for _is_left_out in (False, True) if number % 2 else (True, False):
+            times = []
+            for _ in range(_TURN_STEPS):
+                begin = time.perf_counter()
+                llm.llm_engine.step()
+                times.append(time.perf_counter() - begin)
+            (without_s if _is_left_out else with_s).append(statistics.median(times))
+    _is_left_out = False
+    llm.llm_engine.abort_request([f"decode{_NUM_TURNS - 40}"])
     while llm.llm_engine.has_unfinished_requests():
-        _spent_cpu_s = 0.0
-        _num_calls = 0
-        begin, begin_cpu = time.perf_counter(), time.thread_time()
         llm.llm_engine.step()
-        steps.append((time.perf_counter() - begin) * 1e6)
-        steps_cpu.append((time.thread_time() - begin_cpu) * 1e6)
-        spent.append(_spent_cpu_s * 1e6)
-        calls.append(_num_calls)
-    quiet = slice(len(steps) // 4, -2)
-    timing_us = _timing_cpu_us(int(statistics.median(calls[quiet])))
+    ratio = paired_ratio(np.array(with_s), np.array(without_s))
+    step_us = statistics.median(without_s) * 1e6
     return {
-        "step_us": statistics.median(steps[quiet]),
-        "step_cpu_us": statistics.median(steps_cpu[quiet]),
-        "connector_cpu_us": statistics.median(spent[quiet]) - timing_us,
+        "step_us": step_us,
+        "connector_us": (ratio.median - 1) * step_us,
+        "connector_us_low": (ratio.low - 1) * step_us,
+        "connector_us_high": (ratio.high - 1) * step_us,
     }
-
-
-def _timing_cpu_us(num_calls: int) -> float:
-    """Processor time that as many calls of nothing seem to take."""
-    global _spent_cpu_s
-    nothing = _timed(lambda: None)
-    spent = []
-    for _ in range(DECODE_TOKENS):
-        _spent_cpu_s = 0.0
-        for _ in range(num_calls):
-            nothing()
-        spent.append(_spent_cpu_s * 1e6)
-    return statistics.median(spent)
 
 
 def main() -> None:
@@ -178,7 +180,7 @@ def main() -> None:
                 {
                     "tp": options.tp,
                     **{name: round(value, 1) for name, value in idle.items()},
-                    "connector_share": round(idle["connector_cpu_us"] / idle["step_cpu_us"], 4),
+                    "connector_share": round(idle["connector_us"] / idle["step_us"], 4),
                     "load_average": round(os.getloadavg()[0], 1),
                     **{f"first_token_{mode}_s": round(value, 4) for mode, value in first_token_s.items()},
                     "first_token_ratio": round(first_token_s["with"] / first_token_s["without"], 3),
