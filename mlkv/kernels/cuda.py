@@ -197,7 +197,7 @@ def make_ready(engine: StagedTransferEngine[int], pool: KVPool, host: HostPages,
     The driver gives a stream its hardware queue at its first launch, and kernels on some queues get in the way of
     those on another one more than need be: nothing that CUDA documents, but on an H200 a loop of matmuls beside a
     load took 1.03 to 1.04 of its time in 6 of 6 trials in which the load's stream had its first launch right after
-    one on the stream of the matmuls, and 1.08 in 12 of 12 in which that stream had been idle for long. So the former
+    one on the stream of the matmuls, and 1.08 in 12 of 12 in which that stream had been idle for long. The former
     is done here; the current stream should be the model's.
 
     Compiled now, they are not compiled in the first transfer: a page is gathered into scratch, and scattered to no
