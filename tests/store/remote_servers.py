@@ -89,13 +89,27 @@ class ServerProcess:
             self._process = None
 
     def hold(self) -> None:
-        """Stop it where it is: it keeps its connections and answers nothing."""
+        """Stop it where it is: it keeps its connections and answers nothing from when this returns."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        # The signal stops one thread after the other, and one that still runs may answer a whole request.
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        end = time.monotonic() + 10
+        while any(_state(task) not in "TZ" for task in tasks.iterdir()):
+            assert time.monotonic() < end, f"{self._process.args} does not stop"
+            time.sleep(0.001)
 
     def resume(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+
+def _state(task: Path) -> str:
+    """The kernel's letter for what a thread does; Z also for one that is gone."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
 
 
 class RedisServer(ServerProcess):
