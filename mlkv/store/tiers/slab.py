@@ -93,13 +93,16 @@ class Slab:
 
     def is_in_place(self) -> bool:
         """Whether the open file is still the one that has the name, and as long as it should be."""
+        # Another call may change the length meanwhile. Slots are there before they are counted and are counted no
+        # more before they go, so the smaller of the counts before and after the look is what must be there.
+        before = self.num_slots
         try:
             found = os.stat(self.path, follow_symlinks=False)
         except OSError:
             return False
         opened = os.fstat(self._fd)
         same = (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
-        return same and opened.st_size >= self.num_slots * self.page_bytes
+        return same and opened.st_size >= min(before, self.num_slots) * self.page_bytes
 
     def grow(self, num_slots: int) -> None:
         """Reserve the blocks of `num_slots` slots. On failure the file is as before, and OSError is raised."""
@@ -115,8 +118,8 @@ class Slab:
 
     def shrink(self, num_slots: int) -> None:
         """Give back the blocks from slot `num_slots` on."""
-        os.ftruncate(self._fd, num_slots * self.page_bytes)
         self.num_slots = num_slots
+        os.ftruncate(self._fd, num_slots * self.page_bytes)
 
     def read(self, slots: Sequence[int], pages: Sequence[memoryview], give_up_at: float) -> list[Outcome]:
         """Fill `pages[i]` from `slots[i]`. `give_up_at`: of time.monotonic; no request starts after it."""
