@@ -105,12 +105,10 @@ class StagedTask(Generic[S]):
             self._callers_slots = None
 
     def _take_block(self, slots: torch.Tensor) -> None:
-        """Pinned memory for slots, addresses of pages and sums, each on 16 bytes."""
-        num_pages, num_slots = self._num_pages, slots.numel()
-        num_sums = num_pages * self.num_heads * self._device.kernels.num_parts
-        num_words = num_slots + num_slots % 2 + num_pages + num_pages % 2 + num_sums
-        self._block = block = self._direction.pinned.take(num_words)
-        self._slots, self._addresses, self._sums = block.divide(num_slots, num_pages, num_sums)
+        """Pinned memory for slots, addresses of pages and sums."""
+        num_sums = self._num_pages * self.num_heads * self._device.kernels.num_parts
+        self._block = self._direction.pinned.take(slots.numel(), self._num_pages, num_sums)
+        self._slots, self._addresses, self._sums = self._block.parts
 
     def poll(self) -> bool:
         if self._over:

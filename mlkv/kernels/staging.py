@@ -113,23 +113,32 @@ class Segments:
         return [Segments(self._ring, self._start + at, min(most, self._count - at)) for at in ends]
 
 
+def _padded(num_words: int) -> int:
+    """Of a part of a block, so that the next one begins on 16 bytes."""
+    return num_words + num_words % 2
+
+
 class PinnedBlock:
-    """Pinned integers of one task: slots, addresses and sums. `array` is the host's view of `words`."""
+    """Pinned integers of one task: slots, addresses and sums.
+
+    Attributes:
+        array: the host's view of `words`.
+        parts: what `divide` made of it.
+    """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.words = Words(memory)
         self.array: npt.NDArray[np.int64] = memory.numpy()
         self._on_device: Words | None = None
         self._lengths: tuple[int, ...] = ()
-        self._parts: tuple[Words, ...] = ()
+        self.parts: tuple[Words, ...] = ()
 
-    def divide(self, *lengths: int) -> tuple[Words, ...]:
-        """Parts of these lengths, each of which begins on 16 bytes. There is room for them."""
+    def divide(self, lengths: tuple[int, ...]) -> None:
+        """Make parts of these lengths, each of which begins on 16 bytes. There is room for them."""
         if lengths != self._lengths:  # mostly equal to those of the last task, when tasks are small
-            starts = accumulate((length + length % 2 for length in lengths), initial=0)
-            self._parts = tuple(self.words.part(*part) for part in zip(starts, lengths, strict=False))
+            starts = accumulate(map(_padded, lengths), initial=0)  # one more of them than parts
+            self.parts = tuple(self.words.part(*part) for part in zip(starts, lengths, strict=False))
             self._lengths = lengths
-        return self._parts
 
     def array_of(self, part: Words) -> npt.NDArray[np.int64]:
         """The host's view of a part."""
@@ -165,13 +174,17 @@ class PinnedBlocks:
         self._kept: dict[int, list[PinnedBlock]] = {self._LEAST_WORDS: small}  # by length
         self._kept_words = len(memory)
 
-    def take(self, num_words: int) -> PinnedBlock:
-        length = max(self._LEAST_WORDS, 1 << (num_words - 1).bit_length())
+    def take(self, *lengths: int) -> PinnedBlock:
+        """A block in parts of these lengths."""
+        length = max(self._LEAST_WORDS, 1 << (sum(map(_padded, lengths)) - 1).bit_length())
         kept = self._kept.get(length)
-        if not kept:
-            return PinnedBlock(self._allocate(length))
-        self._kept_words -= length
-        return kept.pop()
+        if kept:
+            self._kept_words -= length
+            block = kept.pop()
+        else:
+            block = PinnedBlock(self._allocate(length))
+        block.divide(lengths)
+        return block
 
     def give(self, block: PinnedBlock) -> None:
         """Back from a task that the device has finished with."""
