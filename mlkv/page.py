@@ -26,7 +26,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,17 +127,23 @@ def write_identity(page: ByteArray, layout: KVLayout, identity: PageIdentity) ->
     page[: len(packed)] = np.frombuffer(packed, np.uint8)
 
 
+def _intact_fields(page: ByteArray) -> tuple[Any, ...] | None:
+    """The fields of `_IDENTITY` at the start of a page; None when their crc is another."""
+    packed = page[:IDENTITY_BYTES].tobytes()
+    fields = packed[: _IDENTITY.size]
+    return _IDENTITY.unpack(fields) if packed[_IDENTITY.size :] == _CRC.pack(zlib.crc32(fields)) else None
+
+
 def peek_header(page: ByteArray) -> PageHeader | None:
     """The header of a page of any geometry, or None when it is none of this format.
 
     `page`: uint8, at least the first 76 bytes of the page. Whether the rest is as long as the header says is
     for the caller to compare with `used_bytes`.
     """
-    packed = page[: _IDENTITY.size].tobytes()
-    (crc,) = _CRC.unpack(page[_IDENTITY.size : _IDENTITY.size + _CRC.size].tobytes())
-    if crc != zlib.crc32(packed):
+    fields = _intact_fields(page)
+    if fields is None:
         return None
-    magic, version, heads, tokens, head_bytes, generation, fingerprint, key, parent = _IDENTITY.unpack(packed)
+    magic, version, heads, tokens, head_bytes, generation, fingerprint, key, parent = fields
     if (magic, version) != (MAGIC, FORMAT_VERSION):
         return None
     found = PageHeader(PageIdentity(key, parent, fingerprint, generation), heads, tokens, head_bytes)
@@ -205,18 +211,11 @@ def read_identity(page: ByteArray, layout: KVLayout) -> PageIdentity | None:
 
 def identity_matches(page: ByteArray, layout: KVLayout, key: bytes, fingerprint: bytes, generation: int) -> bool:
     """Whether a page says that it holds exactly this write of this key."""
-    found = page[:IDENTITY_BYTES].tobytes()
     # Not by way of `read_identity`: this is on the way of every small load.
-    fields, crc = found[: _IDENTITY.size], found[_IDENTITY.size :]
-    magic, version, heads, tokens, head_bytes, its_generation, its_fingerprint, its_key, _ = _IDENTITY.unpack(
-        fields
-    )
-    return (
-        (magic, version, heads, tokens, head_bytes)
-        == (MAGIC, FORMAT_VERSION, layout.num_kv_heads, layout.page_tokens, layout.head_bytes)
-        and (its_generation, its_fingerprint, its_key) == (generation, fingerprint, key)
-        and crc == _CRC.pack(zlib.crc32(fields))
-    )
+    fields = _intact_fields(page)
+    geometry = (layout.num_kv_heads, layout.page_tokens, layout.head_bytes)
+    wanted = (MAGIC, FORMAT_VERSION, *geometry, generation, fingerprint, key)
+    return fields is not None and fields[: len(wanted)] == wanted  # all but the parent
 
 
 def identity_records(pages: ByteArray) -> npt.NDArray[np.void]:
