@@ -144,7 +144,7 @@ class Checks:
             if shared:
                 return f"shared memory is left: {shared}"
             # Nobody else of us lives, so only this process could still keep a pool.
-            memory = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mlkv" in line]
+            memory = [line for line in Path("/proc/self/maps").read_text().splitlines() if "mlkv-pool" in line]
             return f"memory is still mapped: {memory}" if memory else ""
 
         end = time.monotonic() + END_S

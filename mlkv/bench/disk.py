@@ -30,6 +30,7 @@ from mlkv.errors import MLKVError
 from mlkv.layout import KVLayout
 from mlkv.page import PageIdentity, write_identity
 from mlkv.store.pool import HostPool, create_pool_file
+from mlkv.store.shared_memory import large_page_bytes
 from mlkv.store.tiers import StoredPage
 from mlkv.store.tiers.catalog import Catalog, Row, max_catalog_bytes
 from mlkv.store.tiers.disk import DiskTier
@@ -100,6 +101,9 @@ def report(result: dict[str, Any]) -> str:
         lines.append("fio is not installed: the raw reference is plain O_DIRECT calls on threads")
     if not all(row["is_direct"] for row in result["rows"]):
         lines.append("the tier could not use O_DIRECT here: its pages went through the page cache")
+    large_share = min(row["large_page_share"] for row in result["rows"])
+    if large_share < 0.9:
+        lines.append(f"the host pool has {large_share:.0%} in large pages of memory; see docs/operations.md")
     lines.append(
         f"restart with {result['recovered_pages']} pages: {result['recovery_s']:.3f} s, "
         f"of it {result['recovery_cpu_s']:.3f} s of CPU, the best of three"
@@ -120,6 +124,7 @@ def _compare(folder: Path, page_bytes: int, size_bytes: int, num_rounds: int) ->
     try:
         tier.connect(pool.buffer)
         stored = _fill(pool)
+        large_page_share = large_page_bytes(pool.buffer) / len(pool.buffer)
         workload = _Workload(tier, pool, stored)
         # The collector would go through all of torch again and again, which the owner process does not have.
         gc.collect()
@@ -151,6 +156,7 @@ def _compare(folder: Path, page_bytes: int, size_bytes: int, num_rounds: int) ->
             ),
             "raw_reference": raw.name,
             "is_direct": is_direct,
+            "large_page_share": round(large_page_share, 3),
             "rounds": [{"tier": asdict(tier), "raw": asdict(raw)} for tier, raw in rounds[direction]],
         }
         for direction in _DIRECTIONS

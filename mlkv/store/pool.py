@@ -1,14 +1,12 @@
 """The host pool: one anonymous shared memory file, mapped by every client.
 
-It is a memfd, so it has no name: it reaches clients as a file descriptor and its memory goes back to the system
-when the last process that maps it is gone, however it went. Its size is sealed, so that nobody can shrink it
+It has no name: it reaches clients as a file descriptor and its memory goes back to the system when the last
+process that maps it is gone, however it went. Where it is a memfd its size is sealed, so that nobody can shrink it
 under a reader (which would be a SIGBUS) or grow it.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 from pathlib import Path
 
@@ -17,8 +15,7 @@ from numpy.typing import NDArray
 
 from mlkv.errors import ConfigError, StoreError
 from mlkv.store.numa import interleave, memory_nodes
-
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+from mlkv.store.shared_memory import create_shared_memory, is_shared_memory, map_shared_memory
 
 PAGE_ALIGN_BYTES = 4096
 """Pages begin at multiples of this: the memory page, and what O_DIRECT and the copy engine want."""
@@ -51,11 +48,10 @@ class HostPool:
         self.page_bytes = page_bytes
         size_bytes = num_pages * page_bytes
         try:
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
             actual_bytes = os.fstat(fd).st_size
-            if not sealed or actual_bytes != size_bytes:
-                raise StoreError(f"the host pool has {actual_bytes} bytes, not {size_bytes} sealed ones")
-            self._mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED)
+            if not is_shared_memory(fd) or actual_bytes != size_bytes:
+                raise StoreError(f"the host pool has {actual_bytes} bytes, not {size_bytes} of a fixed size")
+            self._mapping = map_shared_memory(fd, size_bytes)
         except OSError as error:
             raise StoreError(f"cannot map the host pool of {size_bytes} bytes: {error.strerror}") from error
         self.buffer = memoryview(self._mapping)
@@ -80,7 +76,7 @@ class HostPool:
 
 
 def create_pool_file(num_pages: int, page_bytes: int, *, interleaved: bool = False) -> int:
-    """A sealed memfd for a pool, `interleaved` over the memory nodes of the host. Returns its descriptor.
+    """Shared memory for a pool, `interleaved` over the memory nodes of the host. Returns its descriptor.
 
     Raises ConfigError when this host cannot hold it: memory is taken page by page as it is first written, so a
     pool that is too large would otherwise end in the kernel killing somebody in the middle of the work.
@@ -92,12 +88,9 @@ def create_pool_file(num_pages: int, page_bytes: int, *, interleaved: bool = Fal
             f"store.host_bytes asks for a pool of {size_bytes} bytes, but only {available_bytes} are available "
             f"({limit}); lower it"
         )
-    fd = os.memfd_create("mlkv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fd = create_shared_memory("mlkv-pool", size_bytes)
     except OSError as error:
-        os.close(fd)
         raise ConfigError(
             f"store.host_bytes: cannot make a pool of {size_bytes} bytes: {error.strerror}"
         ) from error

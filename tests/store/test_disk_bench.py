@@ -43,11 +43,24 @@ def test_both_sides_move_every_byte_and_leave_nothing(
         for side in ("tier", "raw"):
             assert row[side]["gib_per_s"] > 0
         assert row["tier_over_raw"] > 0
+        assert 0 <= row["large_page_share"] <= 1
     assert result["recovered_pages"] == 3000
     assert 0 < result["recovery_cpu_s"] <= result["recovery_s"] + 0.05 < 60
     assert list(tmp_path.iterdir()) == []
     text = disk.report(result)
     assert ("fio is not installed" in text) == (reference == "plain threads")
+
+
+def test_a_pool_in_small_pages_is_said_because_it_is_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_PAGE_BYTES", (1 << 20,))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for large_bytes, is_said in ((SIZE_BYTES // 2, True), (SIZE_BYTES, False)):
+        monkeypatch.setattr(disk, "large_page_bytes", lambda memory, found=large_bytes: found)
+        text = disk.report(disk.run(tmp_path, size_bytes=SIZE_BYTES, num_rounds=1))
+        assert ("has 50% in large pages" in text) == is_said
+        assert ("large pages" in text) == is_said
 
 
 def test_the_command_prints_a_table_and_writes_the_numbers(

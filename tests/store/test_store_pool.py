@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlkv.errors import ConfigError, StoreError
-from mlkv.store import pool
+from mlkv.store import pool, shared_memory
 
 
 def test_pages_are_whole_and_at_least_one():
@@ -31,7 +31,8 @@ def test_mappings_of_one_pool_share_bytes():
     second.close()
 
 
-def test_nobody_can_change_the_size_of_a_pool():
+def test_nobody_can_change_the_size_of_a_pool_that_is_a_memfd(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_memory, "_setting", lambda: "advise")
     fd = pool.create_pool_file(4, 4096)
     for size in (0, 5 * 4096):
         with pytest.raises(PermissionError):

@@ -18,6 +18,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from mlkv.store.shared_memory import map_shared_memory
 from mlkv.store.tiers import mooncake_wire as wire
 from mlkv.store.tiers.mapped_file import address_of
 
@@ -39,7 +40,7 @@ class MooncakeClient:
         """
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-        self._pool = mmap.mmap(pool_fd, setup.pool_offset + setup.pool_bytes)
+        self._pool = map_shared_memory(pool_fd, setup.pool_offset + setup.pool_bytes)
         self._pool_bytes = setup.pool_bytes
         self._pool_address = address_of(memoryview(self._pool)) + setup.pool_offset
         self._notes = mmap.mmap(-1, num_channels * _NOTE_BYTES)
