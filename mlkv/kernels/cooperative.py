@@ -139,6 +139,8 @@ class Cooperation(Generic[S]):
     def gather(self, memory: torch.Tensor, after: list[Event]) -> Event:
         """Queue a gather that completes `memory`, `size` equal parts, behind events. Returns the one after it.
 
+        To be called within `device.current()`.
+
         Raises MLKVError, RuntimeError: when this rank has given up, or does so now.
         """
         if self.given_up:
@@ -221,8 +223,9 @@ class Cooperation(Generic[S]):
             _wait(way(), end)
             return time.perf_counter() - start
 
-        seconds(together)  # communicators and copies are made ready by their first use
-        both = [(seconds(alone), seconds(together)) for _ in range(_MEASURE_REPEATS)]
+        with self._device.current():
+            seconds(together)  # communicators and copies are made ready by their first use
+            both = [(seconds(alone), seconds(together)) for _ in range(_MEASURE_REPEATS)]
         self.watch()
         return min(pair[0] for pair in both), min(pair[1] for pair in both)
 
@@ -250,9 +253,9 @@ class CooperativeLoad(StagedLoad[S]):
             self.error = self.error or f"{type(error).__name__}: {error}"
             return None
 
-    def keep_slots(self, most: int | None = None) -> None:
+    def keep_slots(self) -> None:
         try:
-            super().keep_slots(most)
+            super().keep_slots()
         except BaseException:
             self._block = None  # half filled; the load goes on without slots
             raise
@@ -305,7 +308,8 @@ class CooperativeLoad(StagedLoad[S]):
     def _scatter(self, segments: Segments, num_pages: int, gathered: Event) -> Event:
         """Queue the scatter of the chunk, if this rank's load has not failed yet."""
         if self.error is None and not self._num_queued:
-            self._upload_slots()
+            if self._num_pages > self._direction.ring.pages_per_segment:
+                self._upload_slots()
             self._join_caller()
         self._device.wait(self._direction.kernel_stream, gathered)
         if self.error is None:

@@ -80,6 +80,10 @@ class CudaDevice:
     def host_is_pinned(self) -> bool:
         return self._memory.is_pinned
 
+    def current(self) -> AbstractContextManager[None]:
+        # The default stream has the same handle on all devices, and an event belongs to the one it is made on.
+        return _NO_CHANGE if torch._C._cuda_getDevice() == self._device.index else torch.cuda.device(self._device)
+
     # Streams are raw handles here: torch takes 6 us to make an object of the current one.
 
     def new_stream(self) -> int:
@@ -91,17 +95,14 @@ class CudaDevice:
         return int(torch._C._cuda_getCurrentRawStream(self._device.index))
 
     def is_idle(self, stream: int) -> bool:
-        with self._current():
-            return self._events.is_idle(stream)
+        return self._events.is_idle(stream)
 
     def record(self, stream: int) -> StreamEvent:
-        with self._current():
-            return self._events.record(stream)
+        return self._events.record(stream)
 
     def wait(self, stream: int, event: Event) -> None:
         assert isinstance(event, StreamEvent)
-        with self._current():
-            self._events.wait(stream, event)
+        self._events.wait(stream, event)
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -118,22 +119,16 @@ class CudaDevice:
         *,
         to_host: bool,
     ) -> None:
-        with self._current():
-            # What goes to the device was complete before it was submitted. Staging is filled in stream order.
-            self._copies.copy(stream, targets, sources, piece_bytes, sources_are_final=not to_host)
+        # What goes to the device was complete before it was submitted. Staging is filled in stream order.
+        self._copies.copy(stream, targets, sources, piece_bytes, sources_are_final=not to_host)
 
     def launch(self, stream: int, kernel: Callable[[int], None]) -> None:
         if self.kernels.takes_stream:
-            with self._current():
-                kernel(stream)
+            kernel(stream)
         else:
             # Pools may have been made in inference mode, and are then written in it only.
             with torch.cuda.stream(self._streams[stream]), torch.inference_mode():
                 kernel(stream)
-
-    def _current(self) -> AbstractContextManager[None]:
-        """Makes this device current: the default stream has the same handle on all of them."""
-        return _NO_CHANGE if torch._C._cuda_getDevice() == self._device.index else torch.cuda.device(self._device)
 
     def run_thread(self, loop: Callable[[], None]) -> None:
         with torch.cuda.device(self._device):
@@ -206,28 +201,29 @@ def make_ready(engine: StagedTransferEngine[int], pool: KVPool, host: HostPages,
     layout, part = pool.layout, host.rank_slice
     if not part.num_heads or pool.num_slots < layout.page_tokens:
         return
-    torch.cuda.synchronize(pool.device)  # the pool's tensors may still be being made
-    load_stream, offload_stream = engine.kernel_streams
-    run_bytes = part.num_heads * layout.head_bytes
-    in_host = torch.empty(run_bytes, dtype=torch.uint8, pin_memory=True)
-    slots = device.pinned(layout.page_tokens)
-    sums = Words(device.pinned(part.num_heads * device.kernels.num_parts))
-    ring = StagingRing(device.staging, total_bytes=run_bytes, run_bytes=run_bytes, segment_bytes=run_bytes)
-    pages: list[Staging | Words] = [ring.take(1)]
-    if device.kernels.reaches_host:
-        pages.append(Words(device.pinned(1).fill_(in_host.data_ptr())))
-    if device.kernels.takes_stream:
-        words = Words(device.staging(8 * layout.page_tokens).view(torch.int64))
-        fetch = partial(device.kernels.fetch, Words(slots.fill_(-1)), words)
-        for stream in engine.kernel_streams:
-            device.launch(device.current_stream(), fetch)
-            device.launch(stream, fetch)
+    with device.current():
+        torch.cuda.synchronize(pool.device)  # the pool's tensors may still be being made
+        load_stream, offload_stream = engine.kernel_streams
+        run_bytes = part.num_heads * layout.head_bytes
+        in_host = torch.empty(run_bytes, dtype=torch.uint8, pin_memory=True)
+        slots = device.pinned(layout.page_tokens)
+        sums = Words(device.pinned(part.num_heads * device.kernels.num_parts))
+        ring = StagingRing(device.staging, total_bytes=run_bytes, run_bytes=run_bytes, segment_bytes=run_bytes)
+        pages: list[Staging | Words] = [ring.take(1)]
+        if device.kernels.reaches_host:
+            pages.append(Words(device.pinned(1).fill_(in_host.data_ptr())))
+        if device.kernels.takes_stream:
+            words = Words(device.staging(8 * layout.page_tokens).view(torch.int64))
+            fetch = partial(device.kernels.fetch, Words(slots.fill_(-1)), words)
+            for stream in engine.kernel_streams:
+                device.launch(device.current_stream(), fetch)
+                device.launch(stream, fetch)
+                torch.cuda.synchronize(pool.device)
+        for target in pages:
+            if part.num_written_heads:
+                slots.copy_(torch.arange(layout.page_tokens))
+                device.launch(offload_stream, partial(device.kernels.gather, 1, Words(slots), target, sums))
+                torch.cuda.synchronize(pool.device)
+            slots.fill_(-1)
+            device.launch(load_stream, partial(device.kernels.scatter, 1, Words(slots), target, sums))
             torch.cuda.synchronize(pool.device)
-    for target in pages:
-        if part.num_written_heads:
-            slots.copy_(torch.arange(layout.page_tokens))
-            device.launch(offload_stream, partial(device.kernels.gather, 1, Words(slots), target, sums))
-            torch.cuda.synchronize(pool.device)
-        slots.fill_(-1)
-        device.launch(load_stream, partial(device.kernels.scatter, 1, Words(slots), target, sums))
-        torch.cuda.synchronize(pool.device)

@@ -7,6 +7,7 @@ are stepped by hand: a missing dependency between two streams then shows as wron
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -99,6 +100,8 @@ class PageKernels(Protocol):
 class Device(Protocol[S]):
     """One device, as a rank's transfers use it. Methods that take a stream queue work on it and return.
 
+    They are called within `current()`, or on a thread of `run_thread`.
+
     Attributes:
         kernels: run with `launch`.
     """
@@ -108,6 +111,10 @@ class Device(Protocol[S]):
     @property
     def host_is_pinned(self) -> bool:
         """Whether copies from and to host pages leave the calling thread free."""
+        ...
+
+    def current(self) -> AbstractContextManager[None]:
+        """Makes this device the calling thread's current one."""
         ...
 
     def new_stream(self) -> S: ...

@@ -103,16 +103,22 @@ class Direction(Generic[S]):
         return len(self._in_flight) < self._max_tasks
 
     def submit(self, task: Queueable) -> None:
+        """To be called within `device.current()`."""
         self._in_flight.append(task)
         if self._worker is not None:
             if not self._worker.submit(task):
                 task.fail("refused: as many transfers as are let in are in flight")
             return
         self._unqueued.append(task)
-        self.queue_more()
+        self._queue_more()
 
     def queue_more(self) -> None:
         """Queue on the device what there is room for."""
+        if self._unqueued:
+            with self.device.current():
+                self._queue_more()
+
+    def _queue_more(self) -> None:
         while self._unqueued and self._may_go_on():
             task = self._unqueued[0]
             try:
@@ -133,7 +139,8 @@ class Direction(Generic[S]):
         """Events after everything that is queued in this direction; the staging is not used again before them."""
         events: tuple[Event, ...] = ()
         try:
-            events = tuple(self.device.record(stream) for stream in (self.kernel_stream, *self.copy_streams))
+            with self.device.current():
+                events = tuple(self.device.record(stream) for stream in (self.kernel_stream, *self.copy_streams))
         finally:
             if self._ring is not None:
                 self._ring.distrust(events)

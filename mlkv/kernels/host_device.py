@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,9 @@ class HostDevice:
 
     def __init__(self, kernels: PageKernels) -> None:
         self.kernels = kernels
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def new_stream(self) -> int:
         return _STREAM

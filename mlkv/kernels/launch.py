@@ -2,8 +2,8 @@
 
 Triton's own launch of a compiled kernel runs some 12 us of Python on the thread of the engine, several times for
 each transfer. What it does there that these kernels need - put the arguments at the kernel's offsets and call the
-driver - is done here in a third of that. The driver says where a kernel expects its parameters; a kernel that
-wants anything else than what was packed for it is left to Triton.
+driver - is done here in a third of that. A kernel's assembly says where it expects its parameters; one that wants
+anything else than what was packed for it is left to Triton.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from mlkv.kernels.driver import check
 
 _WARP_THREADS = 32
 _POINTER_BYTES = 8
+_CONFIG = struct.Struct("7IPPI0P")
+"""CUlaunchConfig: programs and threads, each in three dimensions; bytes of shared memory; stream; attributes."""
 _END, _BUFFER_POINTER, _BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 
 Launch = Callable[..., None]
@@ -46,10 +48,12 @@ class DriverLaunch:
         shared_bytes: int,
     ) -> None:
         self._library = library
-        self._launch = library.cuLaunchKernel
-        unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
-        self._launch.argtypes = (pointer, *[unsigned] * 7, pointer, pointer, pointer)
+        # The call that takes most of its arguments in a structure: converting them cost ctypes a microsecond.
+        self._launch = library.cuLaunchKernelEx
+        self._launch.argtypes = (ctypes.c_void_p,) * 4
         self._function, self._num_threads, self._shared_bytes = function, num_threads, shared_bytes
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._config_address = ctypes.addressof(self._config)
         self._packing = struct.Struct(arguments + "P" * num_scratch)
         self._scratch = (0,) * num_scratch
         self._buffer = ctypes.create_string_buffer(self._packing.size)
@@ -58,25 +62,16 @@ class DriverLaunch:
             _BUFFER_POINTER, ctypes.addressof(self._buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END
         )
         self._extra_address = ctypes.addressof(self._extra)
-        # The driver has copied the buffer when the call returns; until then it is of one thread.
+        # The driver has read both buffers when the call returns; until then they are of one thread.
         self._lock = threading.Lock()
 
     def __call__(self, num_programs: int, stream: int, *arguments: int) -> None:
         with self._lock:
             self._packing.pack_into(self._buffer, 0, *arguments, *self._scratch)
-            status = self._launch(
-                self._function,
-                num_programs,
-                1,
-                1,
-                self._num_threads,
-                1,
-                1,
-                self._shared_bytes,
-                stream,
-                None,
-                self._extra_address,
+            _CONFIG.pack_into(
+                self._config, 0, num_programs, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, 0, 0
             )
+            status = self._launch(self._config_address, self._function, None, self._extra_address)
         if status:
             check(self._library, status, "to launch a kernel")
 
@@ -92,7 +87,7 @@ def launch_of(library: ctypes.CDLL, kernel: Any, arguments: str, constants: Sequ
     """
     _ = kernel.run  # loads it
     num_scratch = _num_scratch(kernel, arguments)
-    if num_scratch is not None:
+    if num_scratch is not None and hasattr(library, "cuLaunchKernelEx"):  # drivers of CUDA 11.8 and later
         return DriverLaunch(
             library,
             kernel.function,

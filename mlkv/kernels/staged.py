@@ -159,8 +159,9 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
             caller = self._device.current_stream()
             task.after = None if self._device.is_idle(caller) else self._device.record(caller)
 
-        task.attempt(begin)
-        self._loads.submit(task)
+        with self._device.current():
+            task.attempt(begin)
+            self._loads.submit(task)
         return task
 
     def _refuse_when_closed(self) -> None:
@@ -178,17 +179,18 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
         if not direction.has_room():
             task.refuse(f"refused: {self._max_tasks} transfers of this direction are in flight")
             return
-        caller = self._device.current_stream()
-        is_idle = self._device.is_idle(caller)
-        task.path = self._transfer
-        if task.path == "auto":
-            task.path = choose_path(
-                direction.run_bytes, len(task.pages), is_idle=is_idle, is_load=direction is self._loads
-            )
-        # What the caller queued from now on is not waited for; if all of it before is over, nothing is.
-        task.after = None if is_idle else self._device.record(caller)
-        if direction.has_worker:
-            task.keep_slots()
-        direction.submit(task)
-        if task.error is None:  # it may stand behind others, and not have begun
-            task.keep_slots()
+        with self._device.current():
+            caller = self._device.current_stream()
+            is_idle = self._device.is_idle(caller)
+            task.path = self._transfer
+            if task.path == "auto":
+                task.path = choose_path(
+                    direction.run_bytes, len(task.pages), is_idle=is_idle, is_load=direction is self._loads
+                )
+            # What the caller queued from now on is not waited for; if all of it before is over, nothing is.
+            task.after = None if is_idle else self._device.record(caller)
+            if direction.has_worker:
+                task.keep_slots()
+            direction.submit(task)
+            if task.error is None:  # it may stand behind others, and not have begun
+                task.keep_slots()

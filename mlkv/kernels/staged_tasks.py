@@ -38,9 +38,8 @@ class StagedTask(Generic[S]):
         self._direction = direction
         self.pages = pages
         self._num_pages = len(pages)
-        self._callers_slots: torch.Tensor | None = slots  # until all are kept
+        self._callers_slots: torch.Tensor | None = slots  # until they are kept
         self._slots_are_pinned = slots.is_cpu
-        self._num_kept = 0  # of the slots
         self.path: TransferPath = "staged"
         self.after: Event | None = None  # what the caller had queued, if that was not over
         self.error: str | None = None
@@ -77,38 +76,30 @@ class StagedTask(Generic[S]):
 
     @abstractmethod
     def _complete(self, first: int, end: int) -> None:
-        """The device has finished with pages `[first, end)`, and without error: verify, or write headers."""
+        """The device has finished with pages `[first, end)`, and without error: verify, or write headers.
+
+        Comes after `_prepare`.
+        """
 
     def run(self) -> None:
         self.queue(lambda: True)
 
-    def keep_slots(self, most: int | None = None) -> None:
+    def keep_slots(self) -> None:
         """Keep the slots, which the caller may change once it has the task back. Idempotent.
 
-        Args:
-            most: only the first so many for now, because a device waits for these.
+        With them it gets pinned memory for addresses of pages and for sums.
         """
         slots = self._callers_slots
         if slots is None:
             return
-        if self._block is None:
-            self._take_block(slots)
-        if not self._slots_are_pinned:
+        num_slots, num_sums = slots.numel(), self._num_pages * self.num_heads * self._device.kernels.num_parts
+        self._block = block = self._direction.pinned.take(num_slots, self._num_pages, num_sums)
+        self._slots, self._addresses, self._sums = block.parts
+        if self._slots_are_pinned:
+            block.array[:num_slots] = slots.numpy()
+        else:
             self._slots = Words(slots.clone())
-            self._callers_slots = None
-            return
-        assert self._block is not None
-        end = slots.numel() if most is None else min(most, slots.numel())
-        self._block.array[self._num_kept : end] = slots.numpy()[self._num_kept : end]
-        self._num_kept = end
-        if end == slots.numel():
-            self._callers_slots = None
-
-    def _take_block(self, slots: torch.Tensor) -> None:
-        """Pinned memory for slots, addresses of pages and sums."""
-        num_sums = self._num_pages * self.num_heads * self._device.kernels.num_parts
-        self._block = self._direction.pinned.take(slots.numel(), self._num_pages, num_sums)
-        self._slots, self._addresses, self._sums = self._block.parts
+        self._callers_slots = None
 
     def poll(self) -> bool:
         if self._over:
@@ -119,6 +110,8 @@ class StagedTask(Generic[S]):
         try:
             if arrivals and not self._is_prepared and self.error is None:
                 self._is_prepared = True
+                if self._block is not None:
+                    self._parts = self._parts_of(self._block)
                 self._prepare()  # raises for a bad page pool; the device still copies, so that is not the end
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
@@ -170,22 +163,22 @@ class StagedTask(Generic[S]):
             del self._slots, self._addresses, self._sums
         self._direction.is_over(self)
 
+    def _parts_of(self, block: PinnedBlock) -> npt.NDArray[np.uint64]:
+        """Where the kernels leave partial sums: a view, uint64 `[num_pages, num_heads, num_parts]`."""
+        return block.array_of(self._sums).view(np.uint64).reshape(self._num_pages, self.num_heads, -1)
+
     def _found_sums(self, first: int, end: int) -> npt.NDArray[np.uint64]:
         """What the kernels summed up: uint64 `[end - first, num_heads]`."""
-        assert self._block is not None
-        page_sums = self.num_heads * self._device.kernels.num_parts
-        found = self._block.array_of(self._sums)[first * page_sums : end * page_sums]
-        parts = found.view(np.uint64).reshape(end - first, self.num_heads, -1)
-        sums: npt.NDArray[np.uint64] = np.add.reduce(parts, axis=-1)
+        sums: npt.NDArray[np.uint64] = np.add.reduce(self._parts[first:end], axis=-1)
         return sums
 
     def _upload_slots(self) -> None:
-        """Bring the slots to the device, for chunks after the first.
+        """Bring the slots to the device, for the kernels queued from now on.
 
-        Every program of a kernel reads slots, many programs the same ones. For one chunk that costs less over the
-        link than a copy that this chunk would have to wait for.
+        Every program of a kernel reads slots, many programs the same ones. For few pages that costs less over the
+        link than it takes to queue this.
         """
-        if not self._slots_are_pinned or self._num_pages <= self._direction.ring.pages_per_segment:
+        if not self._slots_are_pinned:
             return
         assert self._block is not None
         uploaded = self._block.on_device(self._device.staging).part(0, self._slots.length)
@@ -265,7 +258,8 @@ class StagedLoad(StagedTask[S], LoadTransfer):
             copied = self._copy(segments, segments.busy, to_host=False)
             if not self._num_queued:
                 self.keep_slots()
-                self._upload_slots()
+                if self._num_pages > ring.pages_per_segment:
+                    self._upload_slots()
                 self._join_caller()
             self._device.wait(self._direction.kernel_stream, copied)
             num_pages = min(segments.num_pages, self._num_pages - self._num_queued)
@@ -300,6 +294,8 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
         super().__init__(direction, pages, slots)
         self.num_heads = self._host.rank_slice.num_written_heads
         self.kernel = self._device.kernels.gather
+        self._gathered: deque[tuple[Segments, Event]] = deque()  # and not copied yet
+        self._num_gathered = 0  # pages
         self._released_event: Event | None = None
         self._released = False
         self._bindings: npt.NDArray[np.uint64]
@@ -328,37 +324,52 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
 
     def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
         ring = self._direction.ring
-        if not self._num_queued:
-            self.keep_slots(ring.pages_per_segment * self._pool.layout.page_tokens)
+        if not self._num_gathered:
+            self.keep_slots()
             self._join_caller()
-        while True:
             # One segment first, so that copies begin; then all that there is room for by one kernel, so that slots
             # are released while the first segment is still on its way; then as room comes back.
-            rest = -(-(self._num_pages - self._num_queued) // ring.pages_per_segment)
-            if not self._num_queued:
-                segments = ring.take(1)
-            elif ring.next_is_free():
-                segments = ring.take(rest, only_free=True)
-            else:
-                segments = ring.take(min(rest, OFFLOAD_CHUNK_SEGMENTS, max(1, ring.num_segments // 2)))
+            self._gather(1)
+            if self._num_pages > ring.num_segments * ring.pages_per_segment:
+                self._upload_slots()
+        while self._num_queued < self._num_pages:
+            # Not into the first one, which nothing shows to be in use until its copy is queued.
+            room = ring.num_segments - len(self._gathered)
+            rest = -(-(self._num_pages - self._num_gathered) // ring.pages_per_segment)
+            if rest and room:
+                self._gather(min(rest, room))
+            while self._gathered:
+                self._copy_gathered(*self._gathered.popleft())
+            if self._num_queued < self._num_pages and not may_go_on():
+                return False
+        return True
+
+    def _gather(self, most: int) -> None:
+        """Queue the gather of the pages that come next, into at most so many segments."""
+        ring = self._direction.ring
+        if ring.next_is_free():
+            segments = ring.take(most, only_free=True)
+        else:
+            segments = ring.take(min(most, OFFLOAD_CHUNK_SEGMENTS, max(1, ring.num_segments // 2)))
             for event in segments.busy:
                 self._device.wait(self._direction.kernel_stream, event)
-            num_pages = min(segments.num_pages, self._num_pages - self._num_queued)
-            gathered = self._launch(self._num_queued, num_pages, segments)
-            for group in segments.split(OFFLOAD_CHUNK_SEGMENTS):
-                copied = self._copy(group, [gathered], to_host=True)
-                group.busy = [copied]
-                self._direction.chunk_is_queued(copied)
-                if not self._num_queued:
-                    self.keep_slots()
-                    self._upload_slots()
-                self._num_queued = min(self._num_queued + group.num_pages, self._num_pages)
-                self._arrivals.append((copied, self._num_queued))
-            if self._num_queued == self._num_pages:
-                self._released_event = gathered
-                return True
-            if not may_go_on():
-                return False
+        num_pages = min(segments.num_pages, self._num_pages - self._num_gathered)
+        gathered = self._launch(self._num_gathered, num_pages, segments)
+        self._gathered.append((segments, gathered))
+        self._num_gathered += num_pages
+        if self._num_gathered == self._num_pages:
+            self._released_event = gathered
+
+    def _copy_gathered(self, segments: Segments, gathered: Event) -> None:
+        """Queue the copies to the host of what was gathered into these segments."""
+        # What is gathered next into the first ones must not wait for all of them.
+        is_last = self._num_queued + segments.num_pages >= self._num_pages
+        for group in [segments] if is_last else segments.split(OFFLOAD_CHUNK_SEGMENTS):
+            copied = self._copy(group, [gathered], to_host=True)
+            group.busy = [copied]
+            self._direction.chunk_is_queued(copied)
+            self._num_queued = min(self._num_queued + group.num_pages, self._num_pages)
+            self._arrivals.append((copied, self._num_queued))
 
     def _complete(self, first: int, end: int) -> None:
         if self._block is not None:  # else this rank has no heads to write

@@ -172,11 +172,15 @@ class PinnedBlocks:
         starts = range(0, len(memory), self._LEAST_WORDS)
         small = [PinnedBlock(memory[at : at + self._LEAST_WORDS]) for at in starts]
         self._kept: dict[int, list[PinnedBlock]] = {self._LEAST_WORDS: small}  # by length
+        self._last: tuple[tuple[int, ...], int] = ((), 0)  # parts asked for, and the length of a block for them
         self._kept_words = len(memory)
 
     def take(self, *lengths: int) -> PinnedBlock:
         """A block in parts of these lengths."""
-        length = max(self._LEAST_WORDS, 1 << (sum(map(_padded, lengths)) - 1).bit_length())
+        if lengths != self._last[0]:
+            needed = sum(map(_padded, lengths))
+            self._last = (lengths, max(self._LEAST_WORDS, 1 << (needed - 1).bit_length()))
+        length = self._last[1]
         kept = self._kept.get(length)
         if kept:
             self._kept_words -= length

@@ -209,10 +209,11 @@ class TransferEngine(ABC):
                 raise CacheUsageError(f"slots are on {slots.device}, the KV pool on {self._pool.device}")
         elif num_slots:
             numbers = slots.numpy()
-            least, most = np.minimum.reduce(numbers), np.maximum.reduce(numbers)
-            if least < lowest or most >= self._pool.num_slots:
+            # As unsigned numbers, so that those below the lowest are too large as well.
+            above = np.maximum.reduce((numbers - lowest).view(np.uint64))
+            if above >= self._pool.num_slots - lowest:
                 raise CacheUsageError(
-                    f"slots must be in [{lowest}, {self._pool.num_slots}), got {least} to {most}"
+                    f"slots must be in [{lowest}, {self._pool.num_slots}), got {numbers.min()} to {numbers.max()}"
                 )
         self._check_pages(pages)
 

@@ -10,7 +10,8 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -66,6 +67,22 @@ class SimDevice:
         self.closed = False
         self.copied_to_host: list[int] = []
         self._lock = threading.Lock()
+        self._current = threading.local()  # `depth`, if this device is the thread's current one
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self._current.depth = self._depth + 1
+        try:
+            yield
+        finally:
+            self._current.depth -= 1
+
+    @property
+    def _depth(self) -> int:
+        return getattr(self._current, "depth", 0)
+
+    def _check_current(self) -> None:
+        assert self._depth, "another device may be the current one of this thread"
 
     def new_stream(self) -> SimStream:
         self.streams.append(SimStream(f"stream {len(self.streams)}"))
@@ -75,6 +92,7 @@ class SimDevice:
         return self.compute
 
     def is_idle(self, stream: SimStream) -> bool:
+        self._check_current()
         return not stream.work
 
     def record(self, stream: SimStream) -> Event:
@@ -84,6 +102,7 @@ class SimDevice:
 
     def wait(self, stream: SimStream, event: Event) -> None:
         assert isinstance(event, SimEvent)
+        self._check_current()
         with self._lock:
             stream.work.append((None, event))
 
@@ -106,7 +125,8 @@ class SimDevice:
         self._queue(stream, lambda: kernel(0))
 
     def run_thread(self, loop: Callable[[], None]) -> None:
-        loop()
+        with self.current():
+            loop()
 
     def close(self) -> None:
         self.closed = True
@@ -132,6 +152,7 @@ class SimDevice:
         assert not any(stream.work for stream in self.streams), "a stream waits for what never comes"
 
     def _queue(self, stream: SimStream, work: Callable[[], None]) -> None:
+        self._check_current()
         with self._lock:
             stream.run(work)
 

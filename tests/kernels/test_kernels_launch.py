@@ -49,19 +49,34 @@ parameters(triton_kernels._copy_words, {"source": "*i64", "target": "*i64", "cou
 """
 
 
-class Driver:
-    """Stands for the CUDA driver: keeps what was launched."""
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig as cuda.h declares it."""
 
-    def __init__(self, status: int = 0) -> None:
-        self.launched: list[tuple[tuple[int, ...], bytes]] = []
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """Stands for the CUDA driver: keeps what was launched, as (function, shape and stream, packed arguments)."""
+
+    def __init__(self, status: int = 0, *, is_old: bool = False) -> None:
+        self.launched: list[tuple[int, tuple[Any, ...], bytes]] = []
         self._status = status
 
-        def launch(*arguments: Any) -> int:
-            *numbers, _, extra = arguments
+        def launch(config_address: int, function: int, parameters: None, extra: int) -> int:
+            config = LaunchConfig.from_address(config_address)
+            assert (config.attributes, config.num_attributes, parameters) == (None, 0, None)
             found = (ctypes.c_void_p * 5).from_address(extra)
             assert (found[0], found[2], found[4]) == (1, 2, None), "buffer, its size, end"
             size = ctypes.c_size_t.from_address(found[3] or 0).value
-            self.launched.append((tuple(numbers), ctypes.string_at(found[1] or 0, size)))
+            shape = (*config.grid, *config.block, config.shared_bytes, config.stream)
+            self.launched.append((function, shape, ctypes.string_at(found[1] or 0, size)))
             return self._status
 
         def name_error(status: int, name: Any) -> int:
@@ -69,7 +84,8 @@ class Driver:
             return 0
 
         # Functions, as those of a library, take a declaration of their arguments.
-        self.cuLaunchKernel = launch
+        if not is_old:
+            self.cuLaunchKernelEx = launch
         self.cuGetErrorString = name_error
 
 
@@ -97,8 +113,8 @@ def test_arguments_lie_where_the_kernel_reads_them(num_scratch: int) -> None:
     for stream in (5, 6):
         launch(9, stream, *VALUES)
     assert not kernel.by_triton
-    (numbers, packed), (again, _) = driver.launched
-    assert numbers == (77, 9, 1, 1, 4 * 32, 1, 1, 128, 5)
+    (function, shape, packed), (_, again, _) = driver.launched
+    assert (function, shape) == (77, (9, 1, 1, 4 * 32, 1, 1, 128, 5))
     assert again[-1] == 6
     assert len(packed) == 56 + 8 * num_scratch
     for value, code, offset in zip(VALUES, ARGUMENTS, OFFSETS, strict=True):
@@ -136,6 +152,12 @@ def test_a_kernel_that_wants_anything_else_is_launched_by_triton(
     launch_of(driver, kernel, ARGUMENTS, ("constant", 3))(9, 5, *VALUES)  # type: ignore[arg-type]
     assert not driver.launched
     assert kernel.by_triton == [((9, 1, 1), 5, *VALUES, "constant", 3)]
+
+
+def test_an_old_driver_is_launched_by_triton() -> None:
+    driver, kernel = Driver(is_old=True), Kernel(TYPES)
+    launch_of(driver, kernel, ARGUMENTS, ())(9, 5, *VALUES)  # type: ignore[arg-type]
+    assert kernel.by_triton == [((9, 1, 1), 5, *VALUES)]
 
 
 def test_the_real_kernels_compiled_for_a_gpu_take_what_is_packed_for_them(tmp_path: Path) -> None:
