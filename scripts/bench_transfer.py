@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ from transfer_rig import (
     STAGING_BYTES,
     Case,
     Host,
+    RawCopies,
     compute_loads,
     deepseek,
     llama,
-    raw_seconds,
     rig,
     slowdown,
 )
@@ -59,11 +60,10 @@ class Report:
         print(text, flush=True)
 
 
-def measure_raw(report: Report) -> dict[str, float]:
-    raw = {direction: (1 << 30) / raw_seconds(1 << 30, direction) for direction in ("load", "offload")}
-    report.data["raw_gb_per_s"] = {direction: rate / 1e9 for direction, rate in raw.items()}
-    report.say(f"raw pinned copy of 1 GiB: load {raw['load'] / 1e9:.1f}, offload {raw['offload'] / 1e9:.1f} GB/s")
-    return raw
+def measure_raw(report: Report, raw: RawCopies) -> None:
+    rates = {way: statistics.median(raw.rate(way) / 1e9 for _ in range(5)) for way in ("load", "offload")}
+    report.data["raw_gb_per_s"] = rates
+    report.say(f"raw pinned copy: load {rates['load']:.1f}, offload {rates['offload']:.1f} GB/s")
 
 
 def measure_small(report: Report, host: Host) -> None:
@@ -92,7 +92,7 @@ def measure_small(report: Report, host: Host) -> None:
     report.data["small"] = rows
 
 
-def measure_grid(report: Report, host: Host, raw: dict[str, float], budget_s: float) -> None:
+def measure_grid(report: Report, host: Host, raw: RawCopies, budget_s: float) -> None:
     rows: list[dict[str, Any]] = []
     left_out, end = [], time.monotonic() + budget_s
     page_sizes = (64, 32, 128, 256)
@@ -108,8 +108,7 @@ def measure_grid(report: Report, host: Host, raw: dict[str, float], budget_s: fl
                 row = {"case": case.name, "page_tokens": case.layout.page_tokens, "num_pages": count}
                 row["piece_bytes"] = case.piece_bytes
                 for direction in ("load", "offload"):
-                    seconds = bench.seconds(direction, count)
-                    row[direction] = case.piece_bytes * count / seconds / raw[direction]
+                    row[direction] = bench.share_of_raw(direction, count, raw)
                 rows.append(row)
                 if count < num_pages:
                     break
@@ -150,12 +149,13 @@ def measure_beside(report: Report, host: Host) -> None:
         with rig(host, llama(1, 64), 192, transfer=path) as bench:
             for name, work in works.items():
                 for direction in ("load", "offload"):
-                    ratio, own = slowdown(work, bench, direction)
+                    # A direct transfer of this size leaves the work little, whatever it is.
+                    ratio, own = slowdown(work, bench, direction, share=0.4 if path == "staged" else 0.1)
                     rows.append(
                         {"path": path, "work": name, "direction": direction, "slowdown": ratio, "own": own}
                     )
                     report.say(f"{name} beside a {direction}, {path}: {ratio:.3f}; the transfer itself {own:.2f}")
-                    if path == "staged":
+                    if path == "staged" and name == "matmul":
                         report.goal(f"{name} beside a {direction}", ratio, 1.04, at_most=True)
     report.data["beside"] = rows
 
@@ -183,25 +183,35 @@ def measure_released(report: Report, host: Host) -> None:
     report.data["released"] = rows
 
 
-def measure_checksum(report: Report, host: Host) -> None:
+def measure_checksum(report: Report) -> None:
+    """Two engines side by side, one of which sums nothing and so verifies nothing; they take turns."""
     rows = []
+    num_pages, num_pairs = 128, 41
+    hosts = [Host(num_pages * llama(1, 64).layout.page_bytes) for _ in range(2)]
     for tp in (1, 8):
-        times: dict[tuple[bool, str], float] = {}
-        for checksum in (True, False):
-            with rig(host, llama(tp, 64), 128, transfer="staged", checksum=checksum) as bench:
-                for direction in ("load", "offload"):
-                    # Without checksums nothing verifies; only the time is looked at.
-                    bench.check = lambda transfer, num_pages: None  # type: ignore[method-assign]
-                    times[checksum, direction] = bench.seconds(direction, 128, repeats=9)
-        for direction in ("load", "offload"):
-            cost = times[True, direction] / times[False, direction] - 1
-            rows.append({"tp": tp, "direction": direction, "cost": cost})
-            report.say(f"checksum of a {direction} at tp={tp}: {cost:+.4f} of its time")
-            report.goal(f"checksum, {direction} at tp={tp}", cost, 0.02, at_most=True)
+        case = llama(tp, 64)
+        with ExitStack() as stack:
+            engines = [
+                stack.enter_context(rig(host, case, num_pages, transfer="staged", checksum=checksum))
+                for host, checksum in zip(hosts, (True, False), strict=True)
+            ]
+            for direction in ("load", "offload"):
+                costs = []
+                for pair in range(num_pairs + 1):
+                    order = engines if pair % 2 else engines[::-1]
+                    seconds = {id(bench): bench.once(direction, num_pages) for bench in order}
+                    costs.append(seconds[id(engines[0])] / seconds[id(engines[1])] - 1)
+                low, cost, high = statistics.quantiles(costs[1:], n=4)
+                rows.append({"tp": tp, "direction": direction, "cost": cost, "quartiles": (low, high)})
+                report.say(
+                    f"checksum of a {direction} at tp={tp}: {cost:+.4f} of its time, "
+                    f"half of {num_pairs} pairs within {low:+.4f} to {high:+.4f}"
+                )
+                report.goal(f"checksum, {direction} at tp={tp}", cost, 0.02, at_most=True)
     report.data["checksum"] = rows
 
 
-def measure_baselines(report: Report, host: Host, raw: dict[str, float]) -> None:
+def measure_baselines(report: Report, host: Host, raw: RawCopies) -> None:
     rows = []
     ways: dict[str, dict[str, Any]] = {
         "this library": {},
@@ -216,14 +226,13 @@ def measure_baselines(report: Report, host: Host, raw: dict[str, float]) -> None
             with rig(host, case, num_pages, **options) as bench:
                 row: dict[str, Any] = {"tp": tp, "way": name}
                 for direction in ("load", "offload"):
-                    row[direction] = case.piece_bytes * num_pages / bench.seconds(direction, num_pages)
-                    row[direction] /= raw[direction]
+                    row[direction] = bench.share_of_raw(direction, num_pages, raw)
                 rows.append(row)
                 report.say(f"{name:15} tp={tp}: load {row['load']:.3f}, offload {row['offload']:.3f} of raw")
     report.data["baselines"] = rows
 
 
-def measure_tune(report: Report, host: Host, raw: dict[str, float]) -> None:
+def measure_tune(report: Report, host: Host, raw: RawCopies) -> None:
     """The constants of the package, one at a time, where they matter."""
     rows = []
     variants: list[dict[str, Any]] = [{}]
@@ -240,8 +249,7 @@ def measure_tune(report: Report, host: Host, raw: dict[str, float]) -> None:
             settings: dict[str, Any] = {"transfer": "staged", **options}
             with rig(host, case, num_pages, **settings) as bench:
                 for direction in ("load", "offload"):
-                    rate = case.piece_bytes * num_pages / bench.seconds(direction, num_pages)
-                    row[f"{direction} tp={tp}"] = rate / raw[direction]
+                    row[f"{direction} tp={tp}"] = bench.share_of_raw(direction, num_pages, raw)
                     if tp == 1:
                         row[f"matmul {direction}"] = slowdown(matmul, bench, direction, repeats=5)[0]
         rows.append(row)
@@ -280,14 +288,15 @@ def main() -> int:
     report = Report()
     report.data["machine"] = machine()
     report.say(" ".join(f"{key}={value}" for key, value in machine().items()))
-    raw = measure_raw(report)
+    raw = RawCopies()
+    measure_raw(report, raw)
     host = Host(MAX_TRANSFER_BYTES + (256 << 20))
     steps: dict[str, Callable[[], None]] = {
         "small": lambda: measure_small(report, host),
         "grid": lambda: measure_grid(report, host, raw, arguments.budget_s),
         "beside": lambda: measure_beside(report, host),
         "released": lambda: measure_released(report, host),
-        "checksum": lambda: measure_checksum(report, host),
+        "checksum": lambda: measure_checksum(report),
         "baselines": lambda: measure_baselines(report, host, raw),
         "tune": lambda: measure_tune(report, host, raw),
     }

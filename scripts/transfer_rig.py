@@ -26,6 +26,7 @@ from mlkv.layout import KVLayout, KVPool, RankSlice
 
 MAX_TRANSFER_BYTES = 16 << 30  # 512 pages of 256 tokens of the 8B model
 STAGING_BYTES = 256 << 20  # the default of the library's settings
+RAW_BYTES = 512 << 20  # 10 ms of a link of 55 GB/s, so that how long it takes to begin hardly counts
 REPEATS = 5
 
 
@@ -79,6 +80,8 @@ class Rig:
     slots: torch.Tensor
     pause_s: float = 0.0
     """Between polls, where transfers are queued by a thread that needs the interpreter as well."""
+    verifies: bool = True
+    """Whether sums are made; without them every load fails, and only its time is of interest."""
 
     def offload(self, num_pages: int) -> Any:
         return self.engine.offload(*self._first(num_pages))
@@ -91,22 +94,35 @@ class Rig:
 
     def seconds(self, direction: str, num_pages: int, repeats: int = REPEATS) -> float:
         """Median time from the call until `poll` says that it is over, as a caller sees it."""
+        return statistics.median([self.once(direction, num_pages) for _ in range(repeats + 1)][1:])
+
+    def share_of_raw(self, direction: str, num_pages: int, raw: RawCopies, repeats: int = REPEATS) -> float:
+        """Rate of a transfer over that of a raw copy right before it, which others disturb alike; the median."""
+        num_bytes = num_pages * self.case.piece_bytes
+        self.once(direction, num_pages)
+        shares = []
+        for _ in range(repeats):
+            rate = raw.rate(direction)
+            shares.append(num_bytes / self.once(direction, num_pages) / rate)
+        return statistics.median(shares)
+
+    def once(self, direction: str, num_pages: int) -> float:
+        """Seconds of one transfer that finds the device idle."""
         move = self.engine.load if direction == "load" else self.engine.offload
         pages, slots = self._first(num_pages)
-        times = []
-        for _ in range(repeats + 1):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            transfer: Any = move(pages, slots)
-            while not transfer.poll():
-                if self.pause_s:
-                    time.sleep(self.pause_s)
-            times.append(time.perf_counter() - start)
-            self.check(transfer, num_pages)
-        return statistics.median(times[1:])
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        transfer: Any = move(pages, slots)
+        while not transfer.poll():
+            if self.pause_s:
+                time.sleep(self.pause_s)
+        seconds = time.perf_counter() - start
+        self.check(transfer, num_pages)
+        return seconds
 
     def check(self, transfer: Any, num_pages: int) -> None:
-        if transfer.error is not None or getattr(transfer, "num_good", num_pages) != num_pages:
+        num_good = getattr(transfer, "num_good", num_pages) if self.verifies else num_pages
+        if transfer.error is not None or num_good != num_pages:
             raise SystemExit(f"{self.case.name}: transfer of {num_pages} pages went wrong: {transfer.error}")
 
 
@@ -162,7 +178,8 @@ def rig(
     # Pages lie anywhere in the pool, the tokens of a page in blocks of 16 neighbours.
     blocks = torch.from_numpy(order.permutation(num_slots // 16))
     slots = (blocks[:, None] * 16 + torch.arange(16)).flatten()
-    made = Rig(case, engine, pool, batch, slots, pause_s=2e-5 if kernels == "torch" else 0.0)
+    pause_s = 2e-5 if kernels == "torch" else 0.0
+    made = Rig(case, engine, pool, batch, slots, pause_s=pause_s, verifies=checksum)
     try:
         stored = made.offload(num_pages)
         while not stored.poll():
@@ -174,20 +191,25 @@ def rig(
         engine.close(30)
 
 
-def raw_seconds(num_bytes: int, direction: str, repeats: int = REPEATS) -> float:
-    """One pinned copy of this size, by device events."""
-    on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).random_()
-    on_device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    target, source = (on_device, on_host) if direction == "load" else (on_host, on_device)
-    times = []
-    for _ in range(repeats + 1):
+class RawCopies:
+    """Single copies between the device and pinned memory, of `RAW_BYTES`, timed by device events."""
+
+    def __init__(self) -> None:
+        self._on_host = torch.empty(RAW_BYTES, dtype=torch.uint8, pin_memory=True).random_()
+        self._on_device = torch.empty(RAW_BYTES, dtype=torch.uint8, device="cuda")
+        for direction in ("load", "offload"):
+            self.rate(direction)  # the first one is slower
+
+    def rate(self, direction: str) -> float:
+        """Bytes per second of one copy."""
+        to_device = direction == "load"
+        target, source = (self._on_device, self._on_host) if to_device else (self._on_host, self._on_device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         target.copy_(source, non_blocking=True)
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return float(statistics.median(times[1:]))
+        return RAW_BYTES * 1e3 / float(start.elapsed_time(end))
 
 
 def compute_loads() -> dict[str, Callable[[], None]]:
@@ -241,14 +263,19 @@ def device_seconds(work: Callable[[], None], count: int, meanwhile: Callable[[],
     return float(start.elapsed_time(end)) / 1e3
 
 
-def slowdown(work: Callable[[], None], bench: Rig, direction: str, repeats: int = 7) -> tuple[float, float]:
-    """Time of the work beside a transfer over its time alone, and the transfer's own slowdown."""
+def slowdown(
+    work: Callable[[], None], bench: Rig, direction: str, repeats: int = 7, share: float = 0.4
+) -> tuple[float, float]:
+    """Time of the work beside a transfer over its time alone, and the transfer's own slowdown.
+
+    Args:
+        share: of the transfer's time alone that the work takes alone. It has to be over before the transfer is.
+    """
     num_pages = len(bench.pages)
     alone_s = bench.seconds(direction, num_pages, repeats=2)
     device_seconds(work, 20)
     one_s = device_seconds(work, 50) / 50
-    # Over well before the transfer is, also where the work is slowed down to a half.
-    count = max(4, int(0.4 * alone_s / one_s))
+    count = max(4, int(share * alone_s / one_s))
     ratios, transfers = [], []
     for _ in range(repeats):
         torch.cuda.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,7 +16,7 @@ from mlkv.errors import ConfigError
 from mlkv.kernels.cooperative import Exchange
 from mlkv.kernels.copy_engine import CopyEngine
 from mlkv.kernels.device import Event, PageKernels, Staging, Words
-from mlkv.kernels.driver import StreamEvent, StreamEvents, driver, quick_driver
+from mlkv.kernels.driver import StreamEvent, StreamEvents, create_stream, driver, quick_driver
 from mlkv.kernels.host_pages import HostPages
 from mlkv.kernels.pinning import CudaRegistrar, PinnedMemory
 from mlkv.kernels.staged import StagedTransferEngine
@@ -27,6 +28,10 @@ from mlkv.layout import KVPool, RankSlice
 log = logging.getLogger(__name__)
 
 _NO_CHANGE = nullcontext()
+
+_unused_streams: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+"""Raw handles from closed devices, by index and priority, to be used again. They are never destroyed, because torch
+remembers on which streams memory was used, and turns to them when it frees the memory."""
 
 STREAM_PRIORITY = -1
 """Above the model's streams: a scatter of a few microseconds that waits behind the queued blocks of a large matmul
@@ -74,7 +79,7 @@ class CudaDevice:
         is_pinned = self._memory.is_pinned
         self._copies = CopyEngine(quick_driver() if is_pinned else library, batched=batched_copies and is_pinned)
         self._events = StreamEvents(quick_driver())
-        self._streams: dict[int, torch.cuda.Stream] = {}  # made here, by handle
+        self._streams: list[int] = []  # made here
 
     @property
     def host_is_pinned(self) -> bool:
@@ -87,9 +92,13 @@ class CudaDevice:
     # Streams are raw handles here: torch takes 6 us to make an object of the current one.
 
     def new_stream(self) -> int:
-        stream = torch.cuda.Stream(self._device, priority=self._priority)  # type: ignore[no-untyped-call]
-        self._streams[stream.cuda_stream] = stream
-        return int(stream.cuda_stream)
+        # Not one of torch's, which may be somebody else's as well and have had its first launch: see `make_ready`.
+        unused = self._unused_streams()
+        if not unused:
+            with self.current():
+                unused.append(create_stream(driver(), self._priority))
+        self._streams.append(unused.popleft())
+        return self._streams[-1]
 
     def current_stream(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self._device.index))
@@ -127,7 +136,8 @@ class CudaDevice:
             kernel(stream)
         else:
             # Pools may have been made in inference mode, and are then written in it only.
-            with torch.cuda.stream(self._streams[stream]), torch.inference_mode():
+            on = torch.cuda.ExternalStream(stream, self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(on), torch.inference_mode():
                 kernel(stream)
 
     def run_thread(self, loop: Callable[[], None]) -> None:
@@ -139,6 +149,11 @@ class CudaDevice:
     def close(self) -> None:
         self._memory.close()
         self._events.close()
+        self._unused_streams().extend(self._streams)
+        self._streams = []
+
+    def _unused_streams(self) -> deque[int]:
+        return _unused_streams[self._device.index, self._priority]
 
 
 def open_cuda_engine(

@@ -1,7 +1,7 @@
-"""The CUDA driver through ctypes: events, and loading the library.
+"""The CUDA driver through ctypes: streams, events, and loading the library.
 
 torch has events too. These cost a third as much, and several are recorded for each chunk of a transfer, on the
-thread of an engine whose step they prolong.
+thread of an engine whose step they prolong. Its streams come from a pool of 32, which all of a process share.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ _LIBRARY = "libcuda.so.1"
 _SUCCESS = 0
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no order with the default stream but by events
 
 
 @lru_cache(maxsize=1)
@@ -38,6 +39,15 @@ def check(library: ctypes.CDLL, status: int, what: str) -> None:
         library.cuGetErrorString(status, ctypes.byref(name))
         reason = name.value.decode() if name.value else "unknown error"
         raise RuntimeError(f"CUDA driver refused {what}: {reason} ({status})")
+
+
+def create_stream(library: ctypes.CDLL, priority: int) -> int:
+    """Raw handle of a new stream of the current context; lower priorities are more urgent."""
+    handle = ctypes.c_void_p()
+    status = library.cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority)
+    check(library, status, "to create a stream")
+    assert handle.value is not None
+    return handle.value
 
 
 class StreamEvents:

@@ -427,3 +427,19 @@ def test_other_ways_of_doing_it_give_the_same_pages(variant: str) -> None:
     for storage in case.storages:
         assert torch.equal(storage[:4].view(torch.int16), storage[8:12].view(torch.int16))
     engine.close(20)
+
+
+def test_streams_are_nobody_elses_and_used_again_after_close() -> None:
+    layout = gqa(layers=2, heads=2, dim=64, page_tokens=16)
+    case = build_pool("separate", layout, num_blocks=32, block_tokens=16, local_heads=2, device="cuda")
+    pages = HostPages(host_pool(layout, 8), layout, RankSlice(0, 2, 2), FINGERPRINT, writes_identity=True)
+    of_torch = {torch.cuda.Stream(priority=-1).cuda_stream for _ in range(64)}
+    used = []
+    for _ in range(2):
+        kernels = TorchKernels(case.pool, RankSlice(0, 2, 2))
+        device = CudaDevice(case.pool.device, pages, kernels, priority=-2)  # which no other test has
+        used.append([device.new_stream() for _ in range(3)])
+        device.close()
+    assert len({*used[0]}) == 3
+    assert not of_torch.intersection(used[0])
+    assert used[0] == used[1]
