@@ -1,8 +1,11 @@
 """The disk tier beside what the disk gives without it, in one run: rates, CPU time, and the time of a restart.
 
-Both sides move the same number of bytes in pages of the same size with as many requests at once, around the page
+All sides move the same number of bytes in pages of the same size with as many requests at once, around the page
 cache. They take turns, and a ratio is the median over the rounds of tier / raw: other users of the disk come and
-go in seconds, and hit both.
+go in seconds, and hit all.
+
+The raw reference comes twice: as it is, and with its memory in large pages as well, as the host pool has it where
+the system allows (see `mlkv.store.shared_memory`).
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from mlkv.bench.raw_disk import Direction, Pass, RawDisk, raw_disk
+from mlkv.bench.raw_disk import Direction, Pass, raw_disk
 from mlkv.errors import MLKVError
 from mlkv.layout import KVLayout
 from mlkv.page import PageIdentity, write_identity
@@ -44,6 +47,9 @@ _RECOVERED_PAGES = 100_000
 _CHAIN_PAGES = 64
 _FINGERPRINT = b"benchmark-of-disk"[:16]
 _DIRECTIONS: tuple[Direction, ...] = ("write", "read")
+
+_Side = Literal["tier", "raw", "raw_large"]
+_SIDES: tuple[_Side, ...] = ("tier", "raw", "raw_large")
 
 
 def run(directory: Path, *, size_bytes: int = _GIB, num_rounds: int = 5) -> dict[str, Any]:
@@ -88,15 +94,16 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         f"{result['size_bytes'] / _GIB:g} GiB a pass, {result['depth']} requests at once, medians of "
         f"{result['rounds']} rounds",
-        f"{'page':>8} {'':6}{'tier GiB/s':>12}{'raw GiB/s':>12}{'tier / raw':>12}"
-        f"{'CPU-s/GiB':>12}{'raw CPU-s/GiB':>15}  raw reference",
+        f"{'':15}{'tier':^18}{'raw':^25}{'raw, large pages':^25}",
+        f"{'page':>8} {'':6}" + f"{'GiB/s':>9}{'CPU-s/G':>9}" + 2 * f"{'GiB/s':>9}{'CPU-s/G':>9}{'ratio':>7}",
     ]
     for row in result["rows"]:
+        sides = [f"{row[side]['gib_per_s']:>9.2f}{row[side]['cpu_s_per_gib']:>9.3f}" for side in _SIDES]
         lines.append(
-            f"{row['page_bytes'] // 1024:>4} KiB {row['direction']:6}{row['tier']['gib_per_s']:>12.2f}"
-            f"{row['raw']['gib_per_s']:>12.2f}{row['tier_over_raw']:>12.2f}"
-            f"{row['tier']['cpu_s_per_gib']:>12.3f}{row['raw']['cpu_s_per_gib']:>15.3f}  {row['raw_reference']}"
+            f"{row['page_bytes'] // 1024:>4} KiB {row['direction']:6}"
+            f"{sides[0]}{sides[1]}{row['tier_over_raw']:>7.2f}{sides[2]}{row['tier_over_raw_large']:>7.2f}"
         )
+    lines.append(f"raw: {result['rows'][0]['raw_reference']}; ratio: tier / raw in GiB/s")
     if any(row["raw_reference"] == "plain threads" for row in result["rows"]):
         lines.append("fio is not installed: the raw reference is plain O_DIRECT calls on threads")
     if not all(row["is_direct"] for row in result["rows"]):
@@ -119,13 +126,19 @@ def _compare(folder: Path, page_bytes: int, size_bytes: int, num_rounds: int) ->
     num_pages = size_bytes // page_bytes
     pool_fd = create_pool_file(num_pages, page_bytes)
     pool = HostPool(pool_fd, num_pages, page_bytes)
-    raw = raw_disk()(folder / "raw", num_pages * page_bytes, page_bytes, _DEPTH)
+    shape = (folder / "raw", num_pages * page_bytes, page_bytes, _DEPTH)
+    raw, raw_large = raw_disk()(*shape), raw_disk()(*shape, large_pages=True)
     tier = DiskTier(folder / "tier", page_bytes, max_catalog_bytes(num_pages) + size_bytes, threads=_DEPTH)
     try:
         tier.connect(pool.buffer)
         stored = _fill(pool)
         large_page_share = large_page_bytes(pool.buffer) / len(pool.buffer)
         workload = _Workload(tier, pool, stored)
+        sides: dict[_Side, Callable[[Direction], Pass]] = {
+            "tier": workload.measure,
+            "raw": raw.measure,
+            "raw_large": raw_large.measure,
+        }
         # The collector would go through all of torch again and again, which the owner process does not have.
         gc.collect()
         gc.freeze()
@@ -133,10 +146,11 @@ def _compare(folder: Path, page_bytes: int, size_bytes: int, num_rounds: int) ->
         for direction in _DIRECTIONS:
             raw.measure(direction)
             workload.measure(direction)
-        rounds: dict[Direction, list[tuple[Pass, Pass]]] = {direction: [] for direction in _DIRECTIONS}
+        rounds: dict[Direction, list[dict[_Side, Pass]]] = {direction: [] for direction in _DIRECTIONS}
         for number in range(num_rounds):
+            order = _SIDES if number % 2 else _SIDES[::-1]
             for direction in _DIRECTIONS:
-                rounds[direction].append(_take_turns(raw, workload, direction, raw_first=number % 2 == 0))
+                rounds[direction].append({side: sides[side](direction) for side in order})
         is_direct = tier.is_direct
     finally:
         tier.close()
@@ -149,25 +163,16 @@ def _compare(folder: Path, page_bytes: int, size_bytes: int, num_rounds: int) ->
         {
             "page_bytes": page_bytes,
             "direction": direction,
-            "tier": _median([tier for tier, _ in rounds[direction]]),
-            "raw": _median([raw for _, raw in rounds[direction]]),
-            "tier_over_raw": round(
-                statistics.median(tier.gib_per_s / raw.gib_per_s for tier, raw in rounds[direction]), 3
-            ),
+            **{side: _median([one[side] for one in rounds[direction]]) for side in _SIDES},
+            "tier_over_raw": _median_ratio(rounds[direction], "raw"),
+            "tier_over_raw_large": _median_ratio(rounds[direction], "raw_large"),
             "raw_reference": raw.name,
             "is_direct": is_direct,
             "large_page_share": round(large_page_share, 3),
-            "rounds": [{"tier": asdict(tier), "raw": asdict(raw)} for tier, raw in rounds[direction]],
+            "rounds": [{side: asdict(one[side]) for side in _SIDES} for one in rounds[direction]],
         }
         for direction in _DIRECTIONS
     ]
-
-
-def _take_turns(raw: RawDisk, workload: _Workload, direction: Direction, raw_first: bool) -> tuple[Pass, Pass]:
-    if raw_first:
-        theirs = raw.measure(direction)
-        return workload.measure(direction), theirs
-    return workload.measure(direction), raw.measure(direction)
 
 
 def _median(passes: Sequence[Pass]) -> dict[str, float]:
@@ -175,6 +180,10 @@ def _median(passes: Sequence[Pass]) -> dict[str, float]:
         "gib_per_s": round(statistics.median(one.gib_per_s for one in passes), 3),
         "cpu_s_per_gib": round(statistics.median(one.cpu_s_per_gib for one in passes), 4),
     }
+
+
+def _median_ratio(rounds: Sequence[dict[_Side, Pass]], raw: _Side) -> float:
+    return round(statistics.median(one["tier"].gib_per_s / one[raw].gib_per_s for one in rounds), 3)
 
 
 class _Workload:

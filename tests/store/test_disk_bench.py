@@ -40,9 +40,11 @@ def test_both_sides_move_every_byte_and_leave_nothing(
     for row in result["rows"]:
         assert row["raw_reference"].startswith(reference)
         assert len(row["rounds"]) == 2
-        for side in ("tier", "raw"):
+        for side in ("tier", "raw", "raw_large"):
             assert row[side]["gib_per_s"] > 0
-        assert row["tier_over_raw"] > 0
+        for ratio, raw in (("tier_over_raw", "raw"), ("tier_over_raw_large", "raw_large")):
+            found = [one["tier"]["gib_per_s"] / one[raw]["gib_per_s"] for one in row["rounds"]]
+            assert row[ratio] == pytest.approx(sum(found) / 2, abs=0.001)
         assert 0 <= row["large_page_share"] <= 1
     assert result["recovered_pages"] == 3000
     assert 0 < result["recovery_cpu_s"] <= result["recovery_s"] + 0.05 < 60
@@ -60,7 +62,22 @@ def test_a_pool_in_small_pages_is_said_because_it_is_slower(
         monkeypatch.setattr(disk, "large_page_bytes", lambda memory, found=large_bytes: found)
         text = disk.report(disk.run(tmp_path, size_bytes=SIZE_BYTES, num_rounds=1))
         assert ("has 50% in large pages" in text) == is_said
-        assert ("large pages" in text) == is_said
+        assert ("docs/operations.md" in text) == is_said
+
+
+@pytest.mark.parametrize("large_pages", [True, False])
+def test_fio_is_told_to_take_large_pages_only_where_that_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large_pages: bool
+) -> None:
+    noting = tmp_path / "fio"
+    noting.write_text(f'#!/bin/sh\necho "$GLIBC_TUNABLES" "$@" > {tmp_path}/told\nexit 1\n')
+    noting.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    with pytest.raises(MLKVError, match="fio with"):
+        raw_disk.Fio(tmp_path / "raw", 1 << 20, 1 << 18, 2, large_pages=large_pages).measure("read")
+    told = (tmp_path / "told").read_text()
+    assert ("hugetlb=1" in told) == ("iomem_align" in told) == large_pages
 
 
 def test_the_command_prints_a_table_and_writes_the_numbers(

@@ -28,8 +28,12 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 4096
 """Offsets, lengths and addresses under O_DIRECT are multiples of this, the largest logical block of disks."""
 
-_MAX_REQUEST_BYTES = 4 << 20
-"""Neighbouring slots are joined into requests of up to this size; a larger page is one request of its own."""
+_MAX_REQUEST_BYTES = 8 << 20
+"""Neighbouring slots are joined into requests of up to this size; a larger page is one request of its own.
+
+The rate is the same from 1 MiB on, with 8 threads; the CPU time is not: 0.065, 0.038, 0.030 s/GiB with 1, 4, 8 MiB
+on two cores and large pages of memory. Larger ones would keep a slow disk busy for longer after a deadline.
+"""
 
 _MAX_REQUEST_PAGES = 512  # well below IOV_MAX, 1024
 
