@@ -67,23 +67,24 @@ def measure_raw(report: Report, raw: RawCopies) -> None:
 
 
 def measure_small(report: Report, host: Host) -> None:
-    """One page on an idle device, against one synchronous raw copy of the same bytes."""
+    """One page on an idle device, and one synchronous raw copy of the same bytes, in turns."""
     rows = []
     for tp in (1, 8):
         case = llama(tp, 64)
         on_host = torch.empty(case.piece_bytes, dtype=torch.uint8, pin_memory=True).random_()
         on_device = torch.empty_like(on_host, device="cuda")
-        times = []
-        for _ in range(200):
+
+        def copy_seconds(target: torch.Tensor, source: torch.Tensor) -> float:
             torch.cuda.synchronize()
             start = time.perf_counter()
-            on_device.copy_(on_host, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        copy_us = statistics.median(times) * 1e6
+            return time.perf_counter() - start
+
         for path in ("auto", "staged", "direct"):
             with rig(host, case, 4, transfer=path) as bench:
-                load_us = bench.seconds("load", 1, repeats=200) * 1e6
+                turns = [(copy_seconds(on_device, on_host), bench.once("load", 1)) for _ in range(1000)][200:]
+            copy_us, load_us = (statistics.median(times) * 1e6 for times in zip(*turns, strict=True))
             rows.append({"tp": tp, "path": path, "raw_us": copy_us, "load_us": load_us})
             report.say(f"small load, tp={tp}, {path}: {load_us:.0f} us; raw copy {copy_us:.0f} us")
             if path == "auto":

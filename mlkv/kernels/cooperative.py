@@ -253,9 +253,9 @@ class CooperativeLoad(StagedLoad[S]):
             self.error = self.error or f"{type(error).__name__}: {error}"
             return None
 
-    def keep_slots(self) -> None:
+    def keep_slots(self, most: int | None = None) -> None:
         try:
-            super().keep_slots()
+            super().keep_slots(most)
         except BaseException:
             self._block = None  # half filled; the load goes on without slots
             raise

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 _NO_CHANGE = nullcontext()
 
 _unused_streams: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-"""Raw handles from closed devices, by index and priority, to be used again. They are never destroyed, because torch
-remembers on which streams memory was used, and turns to them when it frees the memory."""
+"""Raw handles from closed devices, by index and priority, to be used again. They are never destroyed: torch knows
+on which streams it used memory, and turns to these when it frees the memory."""
 
 STREAM_PRIORITY = -1
 """Above the model's streams: a scatter of a few microseconds that waits behind the queued blocks of a large matmul

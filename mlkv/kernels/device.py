@@ -86,7 +86,7 @@ class PageKernels(Protocol):
         Args:
             slots: at least `num_pages * page_tokens`, in device memory or pinned, all valid.
             pages: staging that takes the pages' runs of written heads side by side; or, where the kernels reach
-                the host, pinned words with the address of this rank's run of heads in each page.
+                the host, a page's run itself, or pinned words with the address of each page's run.
             sums: `num_pages * num_written_heads * num_parts` pinned words, overwritten.
             stream: raw handle.
         """

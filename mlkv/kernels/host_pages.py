@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mlkv import page
 from mlkv.errors import ConfigError
@@ -58,6 +59,20 @@ class PageBatch:
             raise ValueError("a page batch can only be cut into runs")
         cut = slice(16 * start, 16 * stop)
         return PageBatch(self.indices[start:stop], self.keys[cut], self.parents[cut], self.generations[start:stop])
+
+
+class HostRun:
+    """A rank's run of heads in one page, where it lies. See `device.Staging`."""
+
+    __slots__ = ("_bytes", "address")
+
+    def __init__(self, run: npt.NDArray[np.uint8], address: int) -> None:
+        self._bytes = run
+        self.address = address
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return torch.from_numpy(self._bytes)
 
 
 class HostPages:
@@ -127,11 +142,14 @@ class HostPages:
 
     def write_run_addresses(self, batch: PageBatch, out: npt.NDArray[np.int64]) -> None:
         """Fill `out`, int64 `[n]`, with the address of this rank's run of heads in each page."""
-        if len(out) == 1:
-            out[0] = self.address + self._start + int(batch.indices[0]) * self.layout.page_bytes
-        else:
-            np.multiply(batch.indices, self.layout.page_bytes, out=out, dtype=np.int64)
-            out += self.address + self._start
+        np.multiply(batch.indices, self.layout.page_bytes, out=out, dtype=np.int64)
+        out += self.address + self._start
+
+    def run_of(self, batch: PageBatch) -> HostRun:
+        """This rank's run of heads in the one page of a batch."""
+        index = int(batch.indices[0])
+        run = self.pages[index, self._start : self._start + self.read_bytes]
+        return HostRun(run, self.address + index * self.layout.page_bytes + self._start)
 
     def read_runs(self, batch: PageBatch, out: npt.NDArray[np.uint8]) -> None:
         """Copy this rank's run of each page to `out`, uint8 `[n, read_bytes]`."""

@@ -125,12 +125,14 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
     def load(self, pages: PageBatch, slots: torch.Tensor) -> LoadTransfer:
         if self.cooperation is not None and self.cooperation.takes(len(pages)):
             return self._load_together(self.cooperation, pages, slots)
+        self._refuse_when_closed()
         self._check(pages, slots, lowest=-1)
         task = StagedLoad(self._loads, pages, slots)
         self._submit(task, self._loads)
         return task
 
     def offload(self, pages: PageBatch, slots: torch.Tensor) -> OffloadTransfer:
+        self._refuse_when_closed()
         self._check(pages, slots, lowest=0)
         task = StagedOffload(self._offloads, pages, slots)
         self._submit(task, self._offloads)
@@ -167,10 +169,6 @@ class StagedTransferEngine(TransferEngine, Generic[S]):
     def _refuse_when_closed(self) -> None:
         if self._closed:
             raise CacheUsageError("the transfer engine is closed")
-
-    def _check(self, pages: PageBatch, slots: torch.Tensor, lowest: int) -> None:
-        self._refuse_when_closed()
-        super()._check(pages, slots, lowest)
 
     def _submit(self, task: StagedTask[S], direction: Direction[S]) -> None:
         if not len(task.pages) or not direction.run_bytes:

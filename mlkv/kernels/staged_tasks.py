@@ -14,7 +14,7 @@ import torch
 
 from mlkv.kernels.device import Event, S, Staging, Words
 from mlkv.kernels.direction import Direction
-from mlkv.kernels.host_pages import PageBatch, num_verified
+from mlkv.kernels.host_pages import HostRun, PageBatch, num_verified
 from mlkv.kernels.staging import PinnedBlock, Segments
 from mlkv.kernels.transfer import LoadTransfer, OffloadTransfer, TransferPath
 
@@ -40,6 +40,7 @@ class StagedTask(Generic[S]):
         self._num_pages = len(pages)
         self._callers_slots: torch.Tensor | None = slots  # until they are kept
         self._slots_are_pinned = slots.is_cpu
+        self._num_kept = 0  # of the slots
         self.path: TransferPath = "staged"
         self.after: Event | None = None  # what the caller had queued, if that was not over
         self.error: str | None = None
@@ -84,22 +85,30 @@ class StagedTask(Generic[S]):
     def run(self) -> None:
         self.queue(lambda: True)
 
-    def keep_slots(self) -> None:
+    def keep_slots(self, most: int | None = None) -> None:
         """Keep the slots, which the caller may change once it has the task back. Idempotent.
 
-        With them it gets pinned memory for addresses of pages and for sums.
+        With them the task gets pinned memory for addresses of pages and for sums.
+
+        Args:
+            most: only the first so many for now, because a device waits for these.
         """
         slots = self._callers_slots
         if slots is None:
             return
-        num_slots, num_sums = slots.numel(), self._num_pages * self.num_heads * self._device.kernels.num_parts
-        self._block = block = self._direction.pinned.take(num_slots, self._num_pages, num_sums)
-        self._slots, self._addresses, self._sums = block.parts
+        num_slots, block = slots.numel(), self._block
+        if block is None:
+            num_sums = self._num_pages * self.num_heads * self._device.kernels.num_parts
+            self._block = block = self._direction.pinned.take(num_slots, self._num_pages, num_sums)
+            self._slots, self._addresses, self._sums = block.parts
+        end = num_slots if most is None else min(most, num_slots)
         if self._slots_are_pinned:
-            block.array[:num_slots] = slots.numpy()
+            block.array[self._num_kept : end] = slots.numpy()[self._num_kept : end]
+            self._num_kept = end
         else:
-            self._slots = Words(slots.clone())
-        self._callers_slots = None
+            self._slots, end = Words(slots.clone()), num_slots
+        if end == num_slots:
+            self._callers_slots = None
 
     def poll(self) -> bool:
         if self._over:
@@ -195,9 +204,14 @@ class StagedTask(Generic[S]):
     def _queue_direct(self) -> None:
         self.keep_slots()
         assert self._block is not None
-        self._host.write_run_addresses(self.pages, self._block.array_of(self._addresses))
+        pages: HostRun | Words = self._addresses
+        if self._num_pages == 1:
+            # A table of one address would be read over the link before anything else can be.
+            pages = self._host.run_of(self.pages)
+        else:
+            self._host.write_run_addresses(self.pages, self._block.array_of(self._addresses))
         self._join_caller()
-        launch = partial(self.kernel, self._num_pages, self._slots, self._addresses, self._sums)
+        launch = partial(self.kernel, self._num_pages, self._slots, pages, self._sums)
         self._device.launch(self._direction.kernel_stream, launch)
         self._arrivals.append((self._device.record(self._direction.kernel_stream), self._num_pages))
 
@@ -325,11 +339,12 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
     def _queue_chunks(self, may_go_on: Callable[[], bool]) -> bool:
         ring = self._direction.ring
         if not self._num_gathered:
-            self.keep_slots()
-            self._join_caller()
             # One segment first, so that copies begin; then all that there is room for by one kernel, so that slots
             # are released while the first segment is still on its way; then as room comes back.
+            self.keep_slots(ring.pages_per_segment * self._pool.layout.page_tokens)
+            self._join_caller()
             self._gather(1)
+            self.keep_slots()
             if self._num_pages > ring.num_segments * ring.pages_per_segment:
                 self._upload_slots()
         while self._num_queued < self._num_pages:
