@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -153,9 +154,16 @@ def measure_beside(report: Report, host: Host) -> None:
                     # A direct transfer of this size leaves the work little, whatever it is.
                     ratio, own = slowdown(work, bench, direction, share=0.4 if path == "staged" else 0.1)
                     rows.append(
-                        {"path": path, "work": name, "direction": direction, "slowdown": ratio, "own": own}
+                        {
+                            "path": path,
+                            "work": name,
+                            "direction": direction,
+                            "slowdown": None if math.isnan(ratio) else ratio,
+                            "own": own,
+                        }
                     )
-                    report.say(f"{name} beside a {direction}, {path}: {ratio:.3f}; the transfer itself {own:.2f}")
+                    told = "over only after the transfer" if math.isnan(ratio) else f"{ratio:.3f}"
+                    report.say(f"{name} beside a {direction}, {path}: {told}; the transfer itself {own:.2f}")
                     if path == "staged" and name == "matmul":
                         report.goal(f"{name} beside a {direction}", ratio, 1.04, at_most=True)
     report.data["beside"] = rows

@@ -128,11 +128,11 @@ class Cooperation(Generic[S]):
         return num_pages > 0 and num_pages * self._direction.run_bytes >= self._least_bytes
 
     def chunk_segments(self, num_pages: int) -> int:
-        """Segments that a chunk of a load of so many pages takes."""
+        """Segments that a chunk of a load of so many pages takes at most."""
         ring = self._direction.ring
         least = -(-self.size // ring.pages_per_segment)
-        # Eighths of the load, so that the last gather and scatter, beside which nothing is copied, are short; and
-        # thirds of the ring, because chunks are copied, gathered and scattered, and all of that goes on at once.
+        # Eighths of the load, so that there are several to go on at the same time; and thirds of the ring, because
+        # each is copied, gathered and scattered.
         eighth = -(-num_pages // (8 * ring.pages_per_segment))
         return max(least, min(self.size * _RANK_SEGMENTS, eighth, ring.num_segments // 3))
 
@@ -278,9 +278,7 @@ class CooperativeLoad(StagedLoad[S]):
     def _queue_chunk(self) -> Event:
         """Returns the event after which its staging is free again."""
         size, rank = self._cooperation.size, self._cooperation.rank
-        # The first is small, so that something is there to be gathered early.
-        count = self._chunk_segments if self._num_queued else min(self._chunk_segments, size)
-        segments = self._direction.ring.take_whole(count)
+        segments = self._direction.ring.take_whole(self._next_segments())
         num_pages = min(segments.num_pages // size * size, len(self.pages) - self._num_queued)
         # Equal parts; the last ones may reach past the last page, and what is gathered there is not looked at.
         part_pages = -(-num_pages // size)
@@ -294,6 +292,16 @@ class CooperativeLoad(StagedLoad[S]):
         self._direction.chunk_is_queued(over)
         self._num_queued += num_pages
         return over
+
+    def _next_segments(self) -> int:
+        """How many segments the next chunk takes."""
+        # The first is small, so that something is there to be gathered early; the last ones are ever smaller, as
+        # nothing is copied beside the last gather and scatter.
+        few = min(self._chunk_segments, self._cooperation.size)
+        if not self._num_queued:
+            return few
+        rest = -(-(len(self.pages) - self._num_queued) // self._direction.ring.pages_per_segment)
+        return min(self._chunk_segments, max(few, -(-rest // 2)))
 
     def _copy_part(self, segments: Segments, mine: slice) -> Event:
         """Queue the copies of this rank's pages of the chunk, a slice of the chunk's pages."""

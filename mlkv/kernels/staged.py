@@ -46,6 +46,7 @@ DIRECT_BYTES = 2 << 20
 DIRECT_IDLE_BYTES = 16 << 20
 DIRECT_PIECE_BYTES = 128 << 10
 DIRECT_TINY_PIECES_BYTES = 16 << 20
+DIRECT_TINY_PIECES_IDLE_BYTES = 64 << 20
 """See `choose_path`. On an H200 batched copies reach 0.91 of the link with pieces of 1 MiB, 0.74 with 256 KiB and
 0.42 with 64 KiB; a kernel that reaches into host memory has 0.93 with any, but slows a matmul beside it 1.5x."""
 
@@ -55,7 +56,8 @@ def choose_path(piece_bytes: int, num_pages: int, *, is_idle: bool, is_load: boo
 
     Direct is for what is over before it can disturb anybody: small transfers, where one launch is sooner done than
     copies, events and a launch; somewhat larger loads, which somebody waits for, while nothing computes; and pages
-    in tiny pieces, which the copy engine is slow with, while little or nothing computes.
+    in tiny pieces, which the copy engine is slow with, up to a millisecond of the link while nothing computes: the
+    model's next kernels may come right behind, and would wait for its end.
 
     Args:
         piece_bytes: contiguous bytes of one page that this rank moves.
@@ -65,7 +67,8 @@ def choose_path(piece_bytes: int, num_pages: int, *, is_idle: bool, is_load: boo
     if total_bytes <= DIRECT_BYTES:
         return "direct"
     if piece_bytes < DIRECT_PIECE_BYTES:
-        return "direct" if total_bytes <= DIRECT_TINY_PIECES_BYTES or is_idle else "staged"
+        most = DIRECT_TINY_PIECES_IDLE_BYTES if is_idle else DIRECT_TINY_PIECES_BYTES
+        return "direct" if total_bytes <= most else "staged"
     # Not offloads: through staging they give their slots back long before they are over.
     return "direct" if is_load and total_bytes <= DIRECT_IDLE_BYTES and is_idle else "staged"
 

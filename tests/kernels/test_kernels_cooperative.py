@@ -24,7 +24,7 @@ from kernel_cases import (
     same_bytes,
 )
 from sim_device import SimDevice, SimEvent, SimStream
-from sim_ranks import SimGroup
+from sim_ranks import SimExchange, SimGroup
 
 from mlkv.errors import CacheUsageError
 from mlkv.kernels import LoadTransfer
@@ -37,19 +37,29 @@ NUM_PAGES = 12
 
 
 class Site:
-    """Ranks with poisoned pools of their own, and a host pool with 12 pages of known content."""
+    """Ranks with poisoned pools of their own, and a host pool with pages of known content."""
 
-    def __init__(self, seed: int = 0, layout: KVLayout = HEADS, size: int = 2, **options: Any) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        layout: KVLayout = HEADS,
+        size: int = 2,
+        *,
+        num_pages: int = NUM_PAGES,
+        num_blocks: int = NUM_BLOCKS,
+        **options: Any,
+    ) -> None:
+        self.num_blocks = num_blocks
         self.layout = layout
         heads = layout.num_kv_heads
         self.build = functools.partial(
-            build_pool, "separate", layout, num_blocks=NUM_BLOCKS, block_tokens=4, local_heads=heads
+            build_pool, "separate", layout, num_blocks=num_blocks, block_tokens=4, local_heads=heads
         )
-        self.host = host_pool(layout, NUM_PAGES)
+        self.host = host_pool(layout, num_pages)
         self.group = SimGroup(self.build, self.host, heads, size=size, seed=seed, **options)
         self.ranks = self.group.ranks
-        slots = random_slots(NUM_PAGES, layout, NUM_BLOCKS, 4, seed)
-        stored = self.ranks[0].engine.offload(batch(list(range(NUM_PAGES))), slots)
+        slots = random_slots(num_pages, layout, num_blocks, 4, seed)
+        stored = self.ranks[0].engine.offload(batch(list(range(num_pages))), slots)
         self.group.run_until(stored.poll)
         assert stored.error is None
         pool = self.ranks[0].case.pool
@@ -67,7 +77,7 @@ class Site:
         """Slots for so many pages, others on each rank, some of them left out."""
         found = []
         for at in range(len(self.ranks)):
-            slots = random_slots(num_pages, self.layout, NUM_BLOCKS, 4, seed + at)
+            slots = random_slots(num_pages, self.layout, self.num_blocks, 4, seed + at)
             slots[torch.rand(len(slots), generator=torch.Generator().manual_seed(seed + at)) < 0.2] = -1
             found.append(slots)
         return found
@@ -230,6 +240,28 @@ def test_each_rank_brings_only_its_part_over_its_link(monkeypatch: pytest.Monkey
     loads = site.load(list(range(NUM_PAGES)), site.targets(NUM_PAGES, 1))
     assert site.run(loads) == [(NUM_PAGES, None)] * 3
     assert list(brought.values()) == [4, 4, 4]
+
+
+def test_chunks_are_small_at_both_ends_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(size=2, num_pages=96, num_blocks=96, staging_pages=30)
+    gathered: list[int] = []
+    gather = SimExchange.all_gather
+
+    def noted(self: SimExchange, out: torch.Tensor, *args: Any) -> None:
+        if self.rank == 0:
+            gathered.append(len(out) // site.layout.payload_bytes)
+        gather(self, out, *args)
+
+    monkeypatch.setattr(SimExchange, "all_gather", noted)
+    assert site.run(site.load(list(range(96)), site.targets(96, 1))) == [(96, None)] * 2
+    assert gathered == [
+        2,
+        *[10] * 8,
+        6,
+        4,
+        2,
+        2,
+    ]  # a third of the ring, and the last 14 pages in ever smaller chunks
 
 
 # -- failures of one rank ------------------------------------------------------------------------------------

@@ -61,9 +61,11 @@ def test_segments_are_taken_in_turn_side_by_side_and_only_free_ones_where_wanted
         (8 << 20, 1, True, True, "direct"),
         (8 << 20, 1, True, False, "staged"),
         (1 << 20, 64, True, True, "staged"),
-        (DIRECT_PIECE_BYTES // 2, 4096, True, False, "direct"),
+        (DIRECT_PIECE_BYTES // 2, 1024, True, False, "direct"),
+        (DIRECT_PIECE_BYTES // 2, 1025, True, True, "staged"),
         (DIRECT_PIECE_BYTES // 2, 4096, False, True, "staged"),
-        (DIRECT_PIECE_BYTES // 2, 128, False, False, "direct"),
+        (DIRECT_PIECE_BYTES // 2, 256, False, False, "direct"),
+        (DIRECT_PIECE_BYTES // 2, 257, False, False, "staged"),
     ],
 )
 def test_the_rule_sends_what_is_soon_over_direct_and_the_rest_through_staging(
