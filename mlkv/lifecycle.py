@@ -23,7 +23,6 @@ from mlkv.layout import KVLayout, RankSlice
 from mlkv.observe import Observer, TaskKind
 from mlkv.planner import EpochAnswer, HitAnswer, Planner, ReserveAnswer
 from mlkv.tasks import (
-    NOTHING_TOLD,
     CacheStats,
     Failure,
     Hit,
@@ -56,6 +55,8 @@ class Lifecycle:
 
     Attributes:
         epoch: of the namespace now, the same on every rank.
+        tasks: in flight, by the number of the call that began them. What the mover is at belongs to one of them.
+        early, early_released: known on every rank without asking; told by the next `apply`.
     """
 
     def __init__(
@@ -80,20 +81,20 @@ class Lifecycle:
         self._begin_epoch(epoch)
         self._loads: dict[str, LoadTask] = {}  # the current one of each request
         self._offloads: dict[str, OffloadTask] = {}
-        self._by_call: dict[int, LoadTask | OffloadTask] = {}
+        self.tasks: dict[int, LoadTask | OffloadTask] = {}
         self._loading: dict[int, LoadTask] = {}  # by number in the stream of loads
         self._offloading: dict[int, OffloadTask] = {}
         self._touching: dict[str, int] = {}  # transfers that still touch slots of an aborted request
         self._held: dict[str, list[Fact]] = {}  # facts for a request whose aborted self is not drained yet
-        self._early: list[Fact] = []  # known on every rank without asking; applied in the next step
-        self._early_released: list[str] = []
+        self.early: list[Fact] = []
+        self.early_released: list[str] = []
         self.stats = CacheStats()
         self.observer: Observer | None = None
 
     @property
     def pending(self) -> int:
         """Tasks in flight."""
-        return len(self._by_call)
+        return len(self.tasks)
 
     # -- calls ---------------------------------------------------------------------------------------------
 
@@ -104,13 +105,13 @@ class Lifecycle:
         call = self._record("lookup", request_id, keys[-KEY_BYTES:], len(keys), device_tokens)
         task = LoadTask(request_id, call, keys, device_tokens, device_tokens // self._layout.page_tokens)
         self._loads[request_id] = task
-        self._by_call[call] = task
+        self.tasks[call] = task
         self.stats.lookups += 1
         if self.observer is not None:
             self.observer.began("lookup", call, request_id)
         gain = len(keys) // KEY_BYTES * self._layout.page_tokens - device_tokens
-        if gain < self._min_load_tokens or len(self._by_call) > self._max_tasks:
-            self._early.append(HitFact(call, 0, b"", b""))
+        if gain < self._min_load_tokens or len(self.tasks) > self._max_tasks:
+            self.early.append(HitFact(call, 0, b"", b""))
         elif self._planner is not None:
             self._planner.lookup(call, keys)
 
@@ -151,12 +152,12 @@ class Lifecycle:
         call = self._record("offload", request_id, keys[-KEY_BYTES:], len(keys))
         task = OffloadTask(request_id, call, keys, root, slots)
         self._offloads[request_id] = task
-        self._by_call[call] = task
+        self.tasks[call] = task
         if self.observer is not None:
             self.observer.began("offload", call, request_id)
-        if not keys or len(self._by_call) > self._max_tasks:
+        if not keys or len(self.tasks) > self._max_tasks:
             reason = f"more than {self._max_tasks} tasks are in flight" if keys else ""
-            self._early += [ReserveFact(call, 0, b"", b""), StoredFact(call, 0, reason)]
+            self.early += [ReserveFact(call, 0, b"", b""), StoredFact(call, 0, reason)]
         elif self._planner is not None:
             self._planner.reserve(call, keys)
 
@@ -180,7 +181,7 @@ class Lifecycle:
         if touching:
             self._touching[request_id] = touching
         else:
-            self._early_released.append(request_id)
+            self.early_released.append(request_id)
 
     def clear(self) -> None:
         """Forget every stored page."""
@@ -191,7 +192,7 @@ class Lifecycle:
     def invalidate(self) -> None:
         """Begin the next epoch. What is in flight has KV of before: loads of it fail, offloads are not stored."""
         self._record("invalidate", "")
-        for task in self._by_call.values():
+        for task in self.tasks.values():
             task.is_stale = True
         self.epoch += 1
         if self._planner is not None:
@@ -219,7 +220,7 @@ class Lifecycle:
 
     def _give_up(self, task: LoadTask | OffloadTask) -> None:
         self._end(task, 0, "given up")
-        del self._by_call[task.call]
+        del self.tasks[task.call]
         self._drop(task.call)
 
     def _drop(self, call: int) -> None:
@@ -250,7 +251,7 @@ class Lifecycle:
         return found
 
     def _hit_fact(self, answer: HitAnswer) -> HitFact:
-        task = self._by_call[answer.call]
+        task = self.tasks[answer.call]
         assert isinstance(task, LoadTask)
         gain = len(answer.indices) * self._layout.page_tokens - task.device_tokens
         if gain < self._min_load_tokens:
@@ -263,12 +264,13 @@ class Lifecycle:
     # -- applying a step, the same on every rank -----------------------------------------------------------
 
     def apply(self, agreed: Agreed) -> StepResult:
-        """Take what a step agreed, facts before marks, and tell what it means for the engine."""
-        if not (self._early or self._early_released or agreed.facts or any(agreed.popped)):
-            return NOTHING_TOLD
-        early, self._early = self._early, []
-        result = StepResult(released=self._early_released)
-        self._early_released = []
+        """Take what a step agreed, facts before marks, and tell what it means for the engine.
+
+        A step that agreed nothing need not call it, unless there is something `early`.
+        """
+        early, self.early = self.early, []
+        result = StepResult(released=self.early_released)
+        self.early_released = []
         for fact in (*early, *map(facts.decode, agreed.facts)):
             self._apply_fact(fact, result)
         if not any(agreed.popped):
@@ -289,7 +291,7 @@ class Lifecycle:
             if fact.epoch > self.epoch:
                 self._begin_epoch(fact.epoch)
             return
-        task = self._by_call.get(fact.call)
+        task = self.tasks.get(fact.call)
         if task is None:  # aborted or declined since it was asked
             return
         if task.request_id in self._touching and not (isinstance(task, OffloadTask) and task.aborted):
@@ -309,7 +311,7 @@ class Lifecycle:
             if fact.num_pages:
                 self._drop(task.call)
             del self._loads[task.request_id]
-            del self._by_call[task.call]
+            del self.tasks[task.call]
             self._end(task, 0)
             result.hits[task.request_id] = Hit(0)
             return
@@ -350,7 +352,7 @@ class Lifecycle:
         self._mover.offload(number, pages, slots[start * page_tokens : end * page_tokens])
 
     def _apply_stored(self, task: OffloadTask, fact: StoredFact, result: StepResult) -> None:
-        del self._by_call[task.call]
+        del self.tasks[task.call]
         if task.aborted:
             self._end(task, 0, "aborted")
             return
@@ -366,7 +368,7 @@ class Lifecycle:
 
     def _pop_loaded(self, number: int, failure: TaskFailure | None, result: StepResult) -> None:
         task = self._loading.pop(number)
-        del self._by_call[task.call]
+        del self.tasks[task.call]
         num_good = len(task.indices) if failure is None else failure.num_good
         num_used = 0 if task.is_stale else num_good
         if self._planner is not None:

@@ -86,6 +86,8 @@ class Planner:
 
     Attributes:
         epoch: of the namespace whose keys are asked for from now on, see `Namespace.epoch`.
+        asked, answers: questions without an answer, by ticket, and answers not polled yet. While both are empty,
+            `poll` finds nothing.
     """
 
     def __init__(
@@ -102,10 +104,10 @@ class Planner:
         self._lookup_wait_s = lookup_wait_s
         self._clock = clock
         self.epoch = 0
-        self._asked: dict[int, _Question] = {}  # by ticket
+        self.asked: dict[int, _Question] = {}
         self._leases: dict[int, tuple[int, wire.Matched]] = {}  # call -> its lease and what it covers
         self._reservations: dict[int, wire.Reserved] = {}
-        self._answers: list[Answer] = []
+        self.answers: list[Answer] = []
         self._lost = False
 
     def lookup(self, call: int, keys: bytes) -> None:
@@ -144,11 +146,11 @@ class Planner:
 
     def drop(self, call: int) -> None:
         """Give back what a call holds or will be given, before anything was read or written for it."""
-        for question in self._asked.values():
+        for question in self.asked.values():
             if question.call == call:
                 question.dropped = True
-        self._answers = [
-            answer for answer in self._answers if isinstance(answer, EpochAnswer) or answer.call != call
+        self.answers = [
+            answer for answer in self.answers if isinstance(answer, EpochAnswer) or answer.call != call
         ]
         if call in self._leases:
             self._tell(wire.Release([self._leases.pop(call)[0]]))
@@ -178,21 +180,19 @@ class Planner:
             if not opened.is_saved:
                 log.warning("a lower tier does not know yet that older pages are invalid; the store keeps trying")
             if opened.epoch != epoch:
-                self._answers.append(EpochAnswer(opened.epoch))
+                self.answers.append(EpochAnswer(opened.epoch))
 
     def poll(self) -> Sequence[Answer]:
         """What was answered since the last poll, in order. Never blocks and never raises for a failing store."""
-        if not self._asked and not self._answers:
-            return ()
         self._take_arrived()
         now = self._clock()
-        for question in self._asked.values():
+        for question in self.asked.values():
             if not question.dropped and question.deadline < now:
                 # Its reply may still come; whatever that grants is given back then.
                 log.warning("the store did not answer a %s within %g s", question.kind, self._deadline_s)
                 question.dropped = True
                 self._answer_nothing(question, f"no answer from the store within {self._deadline_s:g} s")
-        answers, self._answers = self._answers, []
+        answers, self.answers = self.answers, []
         return answers
 
     def settle(self, deadline_s: float) -> None:
@@ -201,20 +201,20 @@ class Planner:
         What it answers is kept for the next poll. Raises DeadlineExceeded.
         """
         end = time.monotonic() + deadline_s
-        while self._asked and not self._lost:
+        while self.asked and not self._lost:
             if time.monotonic() > end:
-                raise DeadlineExceeded(f"the store left {len(self._asked)} questions open for {deadline_s:g} s")
+                raise DeadlineExceeded(f"the store left {len(self.asked)} questions open for {deadline_s:g} s")
             self._take_arrived()
             time.sleep(0.0005)
 
     def _take_arrived(self) -> None:
-        if self._lost or not self._asked:  # the owner speaks only when asked
+        if self._lost or not self.asked:  # the owner speaks only when asked
             return
         try:
             for ticket, reply in self._client.poll():
-                if ticket not in self._asked:
+                if ticket not in self.asked:
                     return  # giving back what an earlier reply granted found the store gone, and all was answered
-                self._take(self._asked.pop(ticket), reply)
+                self._take(self.asked.pop(ticket), reply)
         except StoreLost as error:
             self._lose(error)
 
@@ -222,7 +222,7 @@ class Planner:
         question = _Question(call, kind, self._clock() + self._deadline_s)
         if self._lost:
             self._answer_nothing(question, "the store is gone")
-        elif kind != "commit" and len(self._asked) >= self._max_questions:
+        elif kind != "commit" and len(self.asked) >= self._max_questions:
             self._answer_nothing(question, f"{self._max_questions} questions to the store are open")
         else:
             self._send(question, request)
@@ -233,7 +233,7 @@ class Planner:
 
     def _send(self, question: _Question, request: wire.Request) -> None:
         try:
-            self._asked[self._client.submit(request)] = question
+            self.asked[self._client.submit(request)] = question
         except StoreLost as error:
             self._lose(error)
             self._answer_nothing(question, "the store is gone")
@@ -250,7 +250,7 @@ class Planner:
             self._take_published(question, reply)
         elif isinstance(reply, Stale):
             if reply.epoch != self.epoch:
-                self._answers.append(EpochAnswer(reply.epoch))
+                self.answers.append(EpochAnswer(reply.epoch))
             if not question.dropped:
                 self._answer_nothing(question, "the namespace was invalidated")
         elif isinstance(reply, wire.Failed):
@@ -265,35 +265,35 @@ class Planner:
             return
         if reply.lease:
             self._leases[question.call] = (reply.lease, reply)
-        self._answers.append(HitAnswer(question.call, reply.page_ids, reply.page_generations))
+        self.answers.append(HitAnswer(question.call, reply.page_ids, reply.page_generations))
 
     def _take_reserved(self, question: _Question, reply: wire.Reserved) -> None:
         if question.dropped:
             if reply.reservation:
                 self._tell(wire.Cancel(reply.reservation))
             return
-        self._answers.append(ReserveAnswer(question.call, reply.first, reply.page_ids, reply.page_generations))
+        self.answers.append(ReserveAnswer(question.call, reply.first, reply.page_ids, reply.page_generations))
         if reply.reservation:
             self._reservations[question.call] = reply
         else:
-            self._answers.append(StoredAnswer(question.call, reply.num_ready))
+            self.answers.append(StoredAnswer(question.call, reply.num_ready))
 
     def _take_published(self, question: _Question, reply: wire.Published) -> None:
         if not question.dropped:
-            self._answers.append(StoredAnswer(question.call, reply.num_readable))
+            self.answers.append(StoredAnswer(question.call, reply.num_readable))
 
     def _answer_nothing(self, question: _Question, why: str) -> None:
         if question.kind == "match":
-            self._answers.append(HitAnswer(question.call))
+            self.answers.append(HitAnswer(question.call))
         elif question.kind == "reserve":
-            self._answers += [ReserveAnswer(question.call), StoredAnswer(question.call, 0, why)]
+            self.answers += [ReserveAnswer(question.call), StoredAnswer(question.call, 0, why)]
         elif question.kind == "commit":
-            self._answers.append(StoredAnswer(question.call, 0, why))
+            self.answers.append(StoredAnswer(question.call, 0, why))
 
     def _lose(self, error: StoreLost) -> None:
         log.warning("%s; from now on every lookup is a miss", error)
         self._lost = True
-        asked, self._asked = self._asked, {}
+        asked, self.asked = self.asked, {}
         for question in asked.values():
             if not question.dropped:
                 self._answer_nothing(question, "the store is gone")

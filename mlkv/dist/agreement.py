@@ -36,7 +36,8 @@ class Agreed:
     facts: tuple[bytes, ...]
 
 
-_NOTHING = Agreed((range(0), range(0), range(0)), MappingProxyType({}), ())
+NOTHING_AGREED = Agreed((range(0), range(0), range(0)), MappingProxyType({}), ())
+"""What `Agreement.step` returns, this very object, when no mark moved and there are no facts."""
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
@@ -84,11 +85,11 @@ class Agreement:
     def channel_name(self) -> str:
         return self._channel.name
 
-    def step(self, facts: Callable[[], Sequence[bytes]]) -> Agreed:
+    def step(self, facts: Callable[[], Sequence[bytes]] | None = None) -> Agreed:
         """Exchange progress, let the master decide, apply the decision.
 
         Args:
-            facts: called on the master only, once.
+            facts: called on the master only, once; None where it is known that there are none.
 
         Raises:
             RankLost, RanksDiverged, MasterFailed: the replica cannot go on. Every later step raises the same.
@@ -105,7 +106,7 @@ class Agreement:
         try:
             report = member.report()
             message = self._channel.exchange(member.step, report, self._decisions)
-            agreed = self._apply(_decode_decision(message)) if message else _NOTHING
+            agreed = self._apply(_decode_decision(message)) if message else NOTHING_AGREED
         except AgreementError as error:
             self._break(error)
             raise
@@ -150,23 +151,27 @@ class Decisions:
     """The protocol's master as channels use it: on the master alone, or the same on every rank (`tensor`).
 
     Attributes:
-        facts: what `note` asks, on the master.
+        facts: what `note` asks, on the master; None when there are none.
     """
 
     def __init__(self, master: Master, size: int) -> None:
         self._master = master
         self._last_reports: list[bytes] = [b""] * size
         self._marks = (0, 0, 0)
-        self.facts: Callable[[], Sequence[bytes]] = list
+        self.facts: Callable[[], Sequence[bytes]] | None = None
 
     def note(self) -> bytes:
+        if self.facts is None:
+            return b""
         try:
             facts = self.facts()
         except Exception as error:  # whatever it is, the followers wait for an answer and must get it
             return _encode(_Note(error=f"{type(error).__name__}: {error}"))
         return _encode(_Note(tuple(facts))) if facts else b""
 
-    def decide(self, step: int, reports: Sequence[bytes], note: bytes) -> bytes:
+    def decide(self, step: int, reports: Sequence[bytes], note: bytes | None = None) -> bytes:
+        if note is None and self.facts is not None:
+            note = self.note()
         if not note and reports == self._last_reports:
             return b""
         try:

@@ -18,10 +18,11 @@ class Decider(Protocol):
     def note(self) -> bytes:
         """What only the master knows, for this step. Called once a step, on the master only; never raises."""
 
-    def decide(self, step: int, reports: Sequence[bytes], note: bytes) -> bytes:
+    def decide(self, step: int, reports: Sequence[bytes], note: bytes | None = None) -> bytes:
         """The message of `step` from the reports of all ranks, in group order, and the master's note.
 
-        Pure: ranks that call it with the same arguments in every step get messages that mean the same. An empty
+        Without a note it calls `note` itself: for a master that decides alone, in the thread that steps. With one
+        it is pure: ranks that call it with the same arguments in every step get messages that mean the same. An empty
         message means that nothing has changed. Never raises: what goes wrong is told in the message.
         """
 
@@ -67,7 +68,7 @@ class LocalChannel(Channel):
     name = "local"
 
     def exchange(self, step: int, report: bytes, decider: Decider) -> bytes:
-        return decider.decide(step, [report], decider.note())
+        return decider.decide(step, [report])
 
     def close(self) -> None:
         """Holds nothing."""

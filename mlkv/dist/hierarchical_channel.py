@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mlkv.dist.channel import Channel, Decider
 from mlkv.dist.ledger_channel import HostLedger
 from mlkv.dist.replica import Replica
 from mlkv.dist.tensor_channel import TensorChannel, open_tensor
 from mlkv.errors import RankLost
+
+
+@dataclass(frozen=True)
+class _AcrossHosts:
+    """What the leader of a host does with its reports: all leaders hear them, and each decides the same."""
+
+    between: TensorChannel
+    decider: Decider
+
+    def decide(self, step: int, reports: Sequence[bytes]) -> bytes:
+        return self.between.exchange(step, b"".join(reports), self.decider)
 
 
 class HierarchicalChannel(Channel):
@@ -28,14 +40,9 @@ class HierarchicalChannel(Channel):
             self._between = open_tensor(replica, late, replica.host_ranks)
 
     def exchange(self, step: int, report: bytes, decider: Decider) -> bytes:
-        between = self._between
-        if between is None:
-            return self._host.follow(step, report)
-
-        def combine(step: int, reports: Sequence[bytes]) -> bytes:
-            return between.exchange(step, b"".join(reports), decider)
-
-        return self._host.lead(step, report, combine)
+        if self._between is not None:
+            return self._host.exchange(step, report, _AcrossHosts(self._between, decider))
+        return self._host.exchange(step, report, decider)
 
     def leave(self, why: str, lost: RankLost | None) -> None:
         if lost is not None and self._between is not None:

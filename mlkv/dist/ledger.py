@@ -41,10 +41,14 @@ _SLOT = struct.Struct("<QIII4x")  # token, checksum, bytes in this piece, bytes 
 _SLOT_LENGTHS = struct.Struct("<II")
 PIECE_BYTES = SLOT_BYTES - _SLOT.size
 
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
+"""Tokens are numbers modulo 2^64."""
 # Any odd number spreads neighbouring steps over all bits, so that no flipped byte turns one step's token into
 # another's; this one is 2^64 divided by the golden ratio (Knuth, TAOCP vol. 3, 6.4).
 _SPREAD = 0x9E3779B97F4A7C15
+TOKEN_OF_NEXT_KIND = _SPREAD
+TOKEN_OF_NEXT_STEP = 4 * _SPREAD & MASK
+"""Added to a token they give that of the next kind in the same step, and that of the same kind in the next step."""
 _UNSPREAD = pow(_SPREAD, -1, 1 << 64)
 _REPORT_AT = 2 * _LINE  # within a rank's part, behind the lines of its token and its cursor
 _FAREWELL_AT = _REPORT_AT + -(-(_CHECK.size + REPORT_BYTES) // _LINE) * _LINE
@@ -66,7 +70,7 @@ class Ledger:
 
     def __init__(self, memory: mmap.mmap, size: int, session: int) -> None:
         self.size = size
-        self._session = session & _MASK
+        self._session = session & MASK
         self._memory = memory
         self._bytes = memoryview(memory)
         self.words = self._bytes.cast("Q")
@@ -125,11 +129,11 @@ class Ledger:
     # -- tokens --------------------------------------------------------------------------------------------
 
     def token(self, step: int, kind: int) -> int:
-        return ((step << 2 | kind) * _SPREAD + self._session) & _MASK
+        return ((step << 2 | kind) * _SPREAD + self._session) & MASK
 
     def read_token(self, word: int) -> tuple[int, Kind]:
         """Step and kind of a token. A word that is none gives a step that no rank reaches (above 2^40) mostly."""
-        value = (word - self._session) * _UNSPREAD & _MASK
+        value = (word - self._session) * _UNSPREAD & MASK
         return value >> 2, Kind(value & 3)
 
     # -- reports and farewells -----------------------------------------------------------------------------
@@ -193,7 +197,7 @@ class Ledger:
         return self.words[self.token_at[rank] + _LINE // 8]
 
     def _slot_token(self, number: int) -> int:
-        return (number * _SPREAD + (self._session ^ _RING)) & _MASK
+        return (number * _SPREAD + (self._session ^ _RING)) & MASK
 
 
 def _slot_check(token: int, total: int, piece: bytes) -> int:

@@ -6,10 +6,19 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from mlkv.dist.channel import Channel, Decider
-from mlkv.dist.ledger import FAREWELL_BYTES, NUM_SLOTS, PIECE_BYTES, Kind, Ledger
+from mlkv.dist.channel import Channel
+from mlkv.dist.ledger import (
+    FAREWELL_BYTES,
+    MASK,
+    NUM_SLOTS,
+    PIECE_BYTES,
+    TOKEN_OF_NEXT_KIND,
+    TOKEN_OF_NEXT_STEP,
+    Kind,
+    Ledger,
+)
 from mlkv.dist.liveness import Processes
 from mlkv.dist.patience import LOOK_S, Patience, spins_for
 from mlkv.dist.replica import Replica
@@ -25,8 +34,12 @@ _NO_STEP = 1 << 40  # what a garbled token shows; no job comes so far
 
 _T = TypeVar("_T")
 
-Combine = Callable[[int, Sequence[bytes]], bytes]
-"""From a step and the reports of this host's ranks, ascending, to the message for them. May raise RankLost."""
+
+class DecidesHere(Protocol):
+    """What the leader of a host does with its reports; a `Decider`, where that host has all ranks."""
+
+    def decide(self, step: int, reports: Sequence[bytes]) -> bytes:
+        """From the reports of this host's ranks, ascending, to the message for them. May raise RankLost."""
 
 
 class HostLedger:
@@ -58,38 +71,65 @@ class HostLedger:
         self._next_slot = 1
         self._read_by_all = 1
         self._step = 0
+        self._same = self._ledger.token(0, Kind.SAME)
+        self._token_at = self._ledger.token_at[self._own]
         self._left = False
         self._closed = False
 
     # -- one step ------------------------------------------------------------------------------------------
 
-    def lead(self, step: int, report: bytes, combine: Combine) -> bytes:
-        """Collect the reports of this host, give everybody what `combine` makes of them."""
-        same, full = self._publish(step, report)
-        ledger, reports = self._ledger, self._reports
+    def exchange(self, step: int, report: bytes, decider: DecidesHere) -> bytes:
+        """Hand in a report; the message that the leader makes of those of all ranks of this host.
+
+        An engine calls this in every step, with cold caches, and mostly all reports are as before. So that case
+        is told by one word of each rank, and handled here with few calls.
+
+        Args:
+            decider: asked on the leader only.
+        """
+        if step != self._step + 1:
+            raise AgreementError(f"step {step} exchanged after step {self._step}; each step is exchanged once")
+        self._step = step
+        # What words say in this step: as before or nothing, and in full.
+        same = self._same = (self._same + TOKEN_OF_NEXT_STEP) & MASK
+        full = (same + TOKEN_OF_NEXT_KIND) & MASK
+        ledger = self._ledger
         words = ledger.words
+        if report == self._last_report:
+            words[self._token_at] = same
+        else:
+            self._last_report = report
+            ledger.put_report(self._own, step, report)
+        if not self.leads:
+            return self._follow(step, same, full)
+        reports = self._reports
         reports[0] = report
         try:
             for follower, at in self._followers:
-                word = words[at]
-                if word != same and word != full:
+                for _ in range(self._quick_polls):
+                    word = words[at]
+                    if word == same or word == full:
+                        break
+                else:
                     word = self._await_report(follower, step, same, full)
                 if word == full:
                     reports[follower] = self._read_report(follower, step)
-            message = combine(step, reports)
+            message = decider.decide(step, reports)
             if message:
                 self._tell(step, Kind.FULL, message)
             else:
                 words[ledger.decision_at] = same
-                self._wake(ledger.decision_at)
+                if self._waits is not None:
+                    self._waits.wake(ledger.decision_at)
         except RankLost as lost:
             self._tell(step, Kind.LOST, json.dumps([lost.rank, lost.step, lost.why]).encode())
             raise
         return message
 
-    def follow(self, step: int, report: bytes) -> bytes:
-        """Hand in the report, wait for the leader's message."""
-        same, full = self._publish(step, report)
+    def _follow(self, step: int, same: int, full: int) -> bytes:
+        """Wait for the leader's message."""
+        if self._waits is not None:
+            self._waits.wake(self._token_at)
         words, at = self._ledger.words, self._ledger.decision_at
         for _ in range(self._quick_polls):
             word = words[at]
@@ -112,7 +152,8 @@ class HostLedger:
         if len(text) > FAREWELL_BYTES:
             text = json.dumps([who, why.encode("ascii", "replace").decode()[: FAREWELL_BYTES - 100] + "..."])
         self._ledger.put_farewell(self._own, self._step, text.encode())
-        self._wake(self._ledger.token_at[self._own])
+        if self._waits is not None:
+            self._waits.wake(self._token_at)
 
     def close(self) -> None:
         if not self._closed:
@@ -122,22 +163,6 @@ class HostLedger:
             if self._waits is not None:
                 self._waits.close()
             self._ledger.close()
-
-    def _publish(self, step: int, report: bytes) -> tuple[int, int]:
-        """Returns the tokens of this step: as before or nothing, and in full."""
-        if step != self._step + 1:
-            raise AgreementError(f"step {step} exchanged after step {self._step}; each step is exchanged once")
-        self._step = step
-        ledger = self._ledger
-        same, full = ledger.token(step, Kind.SAME), ledger.token(step, Kind.FULL)
-        if report == self._last_report:
-            ledger.words[ledger.token_at[self._own]] = same
-        else:
-            self._last_report = report
-            ledger.put_report(self._own, step, report)
-        if not self.leads:
-            self._wake(ledger.token_at[self._own])
-        return same, full
 
     # -- the leader's side ---------------------------------------------------------------------------------
 
@@ -164,7 +189,8 @@ class HostLedger:
         view = memoryview(message)
         # Announced first, so that a message longer than the ring is read while it is written.
         ledger.words[ledger.decision_at] = ledger.token(step, kind)
-        self._wake(ledger.decision_at)
+        if self._waits is not None:
+            self._waits.wake(ledger.decision_at)
         for offset in range(0, len(message), PIECE_BYTES):
             if self._next_slot - self._read_by_all >= NUM_SLOTS:
                 self._await_room(step)
@@ -249,10 +275,6 @@ class HostLedger:
         self._waits.wait(at, word, LOOK_S)
         return patience.look_due()
 
-    def _wake(self, at: int) -> None:
-        if self._waits is not None:
-            self._waits.wake(at)
-
     def _until(self, poll: Callable[[], _T | None], at: int, step: int, what: str) -> _T:
         """What `poll` returns once it is not None; meanwhile watches the rank at this place of the host."""
         patience = Patience(self._deadline_s, self._spins)
@@ -299,24 +321,10 @@ class HostLedger:
         return RankLost(self._ranks[at], step, why)
 
 
-class LedgerChannel(Channel):
+class LedgerChannel(HostLedger, Channel):
     """All ranks of a replica on one host; the master leads and decides."""
 
     name = "ledger"
-
-    def __init__(self, replica: Replica) -> None:
-        self._host = HostLedger(replica)
-
-    def exchange(self, step: int, report: bytes, decider: Decider) -> bytes:
-        if not self._host.leads:
-            return self._host.follow(step, report)
-        return self._host.lead(step, report, lambda at, reports: decider.decide(at, reports, decider.note()))
-
-    def leave(self, why: str, lost: RankLost | None) -> None:
-        self._host.leave(why, lost)
-
-    def close(self) -> None:
-        self._host.close()
 
 
 def _open_everywhere(replica: Replica) -> Ledger:

@@ -46,7 +46,7 @@ class ObjectChannel(Channel):
             if reached != step:
                 message = decider.refuse(step, rank, f"it is at step {reached}, the master at {step}")
         if not message:
-            message = decider.decide(step, reports, decider.note())
+            message = decider.decide(step, reports)
         self._send(step, message)
         return message
 

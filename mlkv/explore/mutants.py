@@ -157,7 +157,7 @@ class _AbortForgets(Lifecycle):
     def abort(self, request_id: str) -> None:
         super().abort(request_id)
         if self._touching.get(request_id):
-            self._early_released.append(request_id)
+            self.early_released.append(request_id)
 
     def _untouch(self, request_id: str, result: StepResult) -> None:
         super()._untouch(request_id, StepResult())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from mlkv.dist import Agreed, Decision, Mark, Member, Stream
+from mlkv.dist import NOTHING_AGREED, Agreed, Decision, Mark, Member, Stream
 from mlkv.dist.explore import Violation
 from mlkv.errors import AgreementError
 from mlkv.explore.store import Touch, VirtualStore, Written, describe_content
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mlkv.explore.parts import Shape
     from mlkv.planner import Planner
 
-_NOTHING = Agreed((range(0), range(0), range(0)), {}, ())
 
 Call = tuple[object, ...]
 """What an engine does between two steps: ("lookup", id, text, device_tokens), ("load", id, blocks), ..."""
@@ -284,7 +283,7 @@ class VirtualRank:
     def receive(self, message: bytes) -> StepResult:
         """Apply the message of a step as `Agreement` does."""
         if not message:
-            return self.lifecycle.apply(_NOTHING)
+            return self.lifecycle.apply(NOTHING_AGREED)
         decision = msgspec.msgpack.decode(message, type=Decision)
         popped = self.member.apply(decision)
         failures = {(Mark(f.mark), f.number): f for f in decision.failures}

@@ -216,7 +216,7 @@ def forged_ahead(rank: int) -> str:
     agreement = agreement_of(rank, 2, agreeing.LEDGER, 10.0)
     agreement.step(list)
     if rank == 1:
-        ledger = agreement._channel._host._ledger
+        ledger = agreement._channel._ledger
         ledger.words[ledger.token_at[1]] = ledger.token(9, Kind.SAME)
         time.sleep(1.0)
         return ""
@@ -234,7 +234,7 @@ def rotten_entry(rank: int) -> str:
     agreement.step(list)
     channel = agreement._channel
     if rank == 1:
-        ledger = channel._host._ledger
+        ledger = channel._ledger
         put = ledger.put_report
 
         def put_and_damage(own: int, step: int, report: bytes) -> None:
@@ -242,7 +242,7 @@ def rotten_entry(rank: int) -> str:
             ledger.words[ledger.token_at[own] + 2 * 8 + 5] ^= 1 << 17
 
         ledger.put_report = put_and_damage
-        channel._host._last_report = None
+        channel._last_report = None
     with pytest.raises(RankLost) as caught:
         agreement.step(list)
     return str(caught.value)
@@ -324,7 +324,7 @@ def dies_while_reading(rank: int) -> tuple[int, str]:
     agreement = agreement_of(rank, 3, agreeing.LEDGER, 10.0)
     agreement.step(list)
     if rank == 2:
-        agreement._channel._host._ledger.put_cursor = lambda *_: os._exit(1)
+        agreement._channel._ledger.put_cursor = lambda *_: os._exit(1)
     with pytest.raises(RankLost) as caught:
         agreement.step(lambda: [bytes(1 << 20)])  # four times the ring
     return caught.value.rank, caught.value.why

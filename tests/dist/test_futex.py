@@ -79,7 +79,7 @@ def crowded(rank: int, num_steps: int) -> tuple[bool, int]:
     for _ in range(num_steps):
         work.go_on()
         agreement.step(list)
-    sleeps = agreement._channel._host._waits is not None
+    sleeps = agreement._channel._waits is not None
     agreement.close()
     return sleeps, agreement.member.step
 

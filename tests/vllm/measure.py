@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import json
 import os
 import random
@@ -56,7 +57,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _optional(call: _Call, when_left_out: Any) -> _Call:
-    @functools.wraps(call)
+    @functools.wraps(call, updated=())  # a type's attributes are not a function's
     def perhaps(*args: Any, **kwargs: Any) -> Any:
         return when_left_out if _is_left_out else call(*args, **kwargs)
 
@@ -77,8 +78,22 @@ def __getattr__(name: str) -> Any:
         "has_pending_block_frees": False,
         "has_pending_push_work": False,
     }
-    hooks = {hook: _optional(getattr(MLKVConnector, hook), idle.get(hook)) for hook in _HOOKS}
-    return type("OptionalConnector", (MLKVConnector,), hooks)
+
+    def optional_hook(hook: str) -> Any:
+        found = inspect.getattr_static(MLKVConnector, hook)
+        if isinstance(found, staticmethod):
+            return staticmethod(_optional(found.__func__, idle.get(hook)))
+        return _optional(found, idle.get(hook))
+
+    @functools.wraps(MLKVConnector.__init__)
+    def make(self: Any, *args: Any) -> None:
+        MLKVConnector.__init__(self, *args)
+        for hook in vars(self).keys() & set(_HOOKS):  # those that an instance has of its own
+            setattr(self, hook, _optional(getattr(self, hook), idle.get(hook)))
+
+    return type(
+        "OptionalConnector", (MLKVConnector,), {"__init__": make} | {hook: optional_hook(hook) for hook in _HOOKS}
+    )
 
 
 def start(model: str, tp: int, channel: str) -> Any:

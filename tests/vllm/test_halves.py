@@ -51,6 +51,11 @@ def test_layers_are_not_asked_to_wait_or_to_save() -> None:
     assert MLKVConnector.has_connector_metadata() is False
 
 
+def test_hooks_that_never_have_anything_say_so() -> None:
+    assert MLKVConnector.get_kv_connector_kv_cache_events() is None
+    assert MLKVConnector.take_events() == ()
+
+
 def test_an_idle_rank_has_nothing_to_tell_and_does_not_sleep(
     rank: LocalRank, side: SchedulerSide, naps: list[float]
 ) -> None:

@@ -41,12 +41,21 @@ _NO_BLOCKS: frozenset[int] = frozenset()
 _NOTHING_OVER = KVConnectorTransferResults(*[frozenset()] * 3)
 """Of idle steps. Frozen, so that nobody can leave something in what all of them share."""
 
+_NOTHING_TRAVELS = {
+    "bind_connector_metadata": bool,
+    "build_connector_worker_meta": type(None),
+    "clear_connector_metadata": type(None),
+    "update_connector_output": bool,
+}
+"""Where scheduler and worker share a process: in place of the hooks that carry something between them."""
+
 
 class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One of these in vLLM's scheduler, one in each worker.
 
-    vLLM calls some twenty of its methods in every step. Those that mostly have nothing to do find that out with as
-    few further calls as they can.
+    vLLM calls some twenty of its methods in every step, most of them right after the model, when each call of
+    Python code costs one or two microseconds. Those that mostly have nothing to do find that out with as few
+    further calls as they can; those that never have are types, which are called without running Python code.
 
     Raises:
         ConfigError: for settings that are wrong, or a deployment that mlkv does not serve.
@@ -72,6 +81,8 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._rank.serve(self._scheduler)
             else:
                 self._central = CentralScheduler(self._settings, self._scheduler)
+        if self._settings.one_process:
+            self.__dict__.update(_NOTHING_TRAVELS)
 
     @classmethod
     def local_caches(cls) -> list[MultiLevelCache]:
@@ -113,12 +124,14 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._remote = half
 
     # Every layer asks, for the sake of `wait_for_layer_load` and `save_kv_layer`, which need not be called.
-    # `bool()` is False, and unlike a method that says so it costs no frame.
-    has_connector_metadata = staticmethod(bool)
+    has_connector_metadata = staticmethod(bool)  # without an argument: False
+    handle_preemptions = staticmethod(bool)  # what is stored keeps its blocks; the value is not looked at
+    get_kv_connector_kv_cache_events: Any = staticmethod(type(None))  # None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._rank is not None:
-            self._rank.before_model()
+            if self._rank.scheduler.loads:
+                self._rank.scheduler.start_loads()
         elif self._remote is not None:
             self._remote.before_model(self._orders())
 
@@ -130,7 +143,8 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         if self._rank is not None:
-            self._rank.after_model()
+            if self._rank.scheduler.stores:
+                self._rank.scheduler.start_stores()
         elif self._remote is not None:
             self._remote.after_model(self._orders())
 
@@ -152,8 +166,9 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if self._remote is None else self._remote.take_report()
 
     def get_kv_connector_stats(self) -> MLKVStats | None:
-        source = self._central if self._rank is None else self._rank
-        return None if source is None else source.take_stats()
+        if self._rank is not None:
+            return self._rank.take_stats() if self._rank.has_counted else None
+        return None if self._central is None else self._central.take_stats()
 
     def _orders(self) -> StepOrders:
         metadata = self._get_connector_metadata()
@@ -185,6 +200,8 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         self._scheduler.scheduled(scheduler_output)
         return NO_ORDERS if self._central is None else self._central.plan()
+
+    take_events = staticmethod(tuple)  # ()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._central is not None:

@@ -9,7 +9,6 @@ workers (`RemoteRank`) answer in its worker metadata, and its aggregator waits f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,19 +65,18 @@ class LocalRank:
     """Worker and scheduler of one rank in one process.
 
     Attributes:
-        before_model, after_model: to be called in every step of the engine, once `serve` has been.
+        scheduler: once `serve` has been called, which is before the first step.
+        has_counted: whether a step has told something since `take_stats`.
     """
 
-    before_model: Callable[[], None]
-    after_model: Callable[[], None]
+    scheduler: SchedulerSide
 
     def __init__(self, settings: Settings, kv_caches: dict[str, torch.Tensor]) -> None:
         pool = settings.pool(kv_caches)
         replica, rank_slice = self._place(settings)
         self.cache = MultiLevelCache(settings.config, settings.layout, pool, replica, rank_slice=rank_slice)
-        self._scheduler: SchedulerSide | None = None
         self._stats = StatsSource()
-        self._has_counted = False  # whether a step has told something since `take_stats`
+        self.has_counted = False
         self._early = NO_OUTCOME
 
     def _place(self, settings: Settings) -> tuple[Replica, RankSlice | None]:
@@ -92,45 +90,40 @@ class LocalRank:
     def serve(self, scheduler: SchedulerSide) -> None:
         """From now on work for this scheduler. vLLM makes it after the worker, and before the first step."""
         scheduler.cache = self.cache
-        self._scheduler = scheduler
-        self.before_model = scheduler.start_loads
-        self.after_model = scheduler.start_stores
+        self.scheduler = scheduler
 
     def step(self) -> Outcome:
         """The one step of the cache in a step of the engine."""
-        scheduler = self._scheduler
-        assert scheduler is not None
         result = self.cache.step()
         if result is NOTHING_TOLD and self._early is NO_OUTCOME:
-            if not scheduler.computes:
-                scheduler.rest()
+            if not self.scheduler.computes:
+                self.scheduler.rest()
             return NO_OUTCOME
-        self._has_counted = True
+        self.has_counted = True
         early, self._early = self._early, NO_OUTCOME
-        return early.plus(scheduler.on_step(result))
+        return early.plus(self.scheduler.on_step(result))
 
     def drain(self) -> None:
         """Step until nothing is in flight. For when the last request has ended: nobody would step any more.
 
         All ranks end their last request in the same step, so all of them come here, and leave together.
         """
-        assert self._scheduler is not None
-        self._scheduler.start_stores()
+        self.scheduler.start_stores()
         give_up_at = time.monotonic() + _DRAIN_DEADLINE_S
         while self.cache.pending:
             if time.monotonic() > give_up_at:
                 raise DeadlineExceeded(f"{self.cache.pending} copies did not end within {_DRAIN_DEADLINE_S:g} s")
             result = self.cache.step()
             if result:
-                self._early = self._early.plus(self._scheduler.on_step(result))
-                self._has_counted = True
+                self._early = self._early.plus(self.scheduler.on_step(result))
+                self.has_counted = True
             time.sleep(_DRAIN_POLL_S)
 
     def take_stats(self) -> MLKVStats | None:
         """What was counted since the last call, as far as it has come to something."""
-        if not self._has_counted:
+        if not self.has_counted:
             return None
-        self._has_counted = False
+        self.has_counted = False
         return self._stats.take(self.cache.counters)
 
     def close(self) -> None:

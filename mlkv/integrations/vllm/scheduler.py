@@ -107,6 +107,7 @@ class SchedulerSide:
 
     Attributes:
         computes: whether the step planned last runs the model.
+        loads, stores: planned, and not started. While they are empty, there is nothing to start.
     """
 
     cache: MultiLevelCache
@@ -120,8 +121,8 @@ class SchedulerSide:
         self._by_name: dict[str, _Tracked] = {}  # those with a lookup or load in flight
         self._aborted: dict[str, str] = {}  # name -> vLLM's id, loads whose request is gone
         self._prefilling: dict[str, _Tracked] = {}  # prompts that are not stored yet
-        self._loads: list[tuple[str, torch.Tensor]] = []
-        self._stores: list[_Store] = []
+        self.loads: list[tuple[str, torch.Tensor]] = []
+        self.stores: list[_Store] = []
         self._held: dict[str, list[int]] = {}  # store -> blocks kept for it
         self._num_requests = 0
         self._num_stores = 0
@@ -140,7 +141,7 @@ class SchedulerSide:
     @property
     def busy(self) -> bool:
         """Whether steps are needed although vLLM has no request left."""
-        return bool(self._stores) or self.cache.pending > 0
+        return bool(self.stores) or self.cache.pending > 0
 
     @property
     def holds_blocks(self) -> bool:
@@ -191,7 +192,7 @@ class SchedulerSide:
             computed = tracked.hit.num_tokens - num_external
             slots = self._slots(ids, tracked.hit.num_tokens)
             slots[:computed] = -1
-            self._loads.append((tracked.name, torch.from_numpy(slots[tracked.hit.start :])))
+            self.loads.append((tracked.name, torch.from_numpy(slots[tracked.hit.start :])))
             first = computed // self._block_tokens
             tracked.load_blocks = ids[first : tracked.hit.num_tokens // self._block_tokens]
             tracked.computed = computed
@@ -229,7 +230,7 @@ class SchedulerSide:
         self._prefilling.pop(request.request_id, None)
         if tracked.look is _Look.LOADING:
             # vLLM keeps the blocks until it is told that the load is over.
-            self._loads = [load for load in self._loads if load[0] != tracked.name]
+            self.loads = [load for load in self.loads if load[0] != tracked.name]
             self._by_name.pop(tracked.name)
             self._aborted[tracked.name] = request.request_id
             self.cache.abort(tracked.name)
@@ -255,18 +256,18 @@ class SchedulerSide:
             tracked.stale = tracked.stale or tracked.request.num_computed_tokens > 0
             tracked.stored_tokens = 0
         self._prefilling = {key: tracked for key, tracked in self._prefilling.items() if not tracked.stale}
-        for store in self._stores:
+        for store in self.stores:
             self._release(store.name)
-        self._stores = []
+        self.stores = []
         self.cache.invalidate()
 
     # -- calls of the facade, and what became of them ------------------------------------------------------
 
     def start_loads(self) -> None:
         """Start what was planned. Where the copying happens, after what the device still does with the blocks."""
-        if not self._loads:
+        if not self.loads:
             return
-        loads, self._loads = self._loads, []
+        loads, self.loads = self.loads, []
         for name, slots in loads:
             number = self.cache.load(name, slots)
             tracked = self._by_name[name]
@@ -279,9 +280,9 @@ class SchedulerSide:
 
     def start_stores(self) -> None:
         """Start what was planned; the model has been launched for the tokens of this step."""
-        if not self._stores:
+        if not self.stores:
             return
-        stores, self._stores = self._stores, []
+        stores, self.stores = self.stores, []
         for store in stores:
             slots = torch.from_numpy(self._slots(store.blocks, len(store.tokens)))
             self.cache.offload(store.name, store.tokens, slots, **store.options)
@@ -364,7 +365,7 @@ class SchedulerSide:
         manager.block_pool.touch([manager.block_pool.blocks[block] for block in blocks])
         self._held[name] = blocks
         tokens = np.asarray(request.all_token_ids[:num_tokens], dtype=np.int64)
-        self._stores.append(_Store(name, tokens, blocks, _options(request)))
+        self.stores.append(_Store(name, tokens, blocks, _options(request)))
 
     def _release(self, name: str) -> None:
         blocks = self._held.pop(name, None)
