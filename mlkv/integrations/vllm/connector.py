@@ -41,13 +41,22 @@ _NO_BLOCKS: frozenset[int] = frozenset()
 _NOTHING_OVER = KVConnectorTransferResults(*[frozenset()] * 3)
 """Of idle steps. Frozen, so that nobody can leave something in what all of them share."""
 
+
+def _start_no_load(_: object, **kwargs: object) -> None:
+    """In place of `start_load_kv`: see `LocalRank.step`."""
+
+
 _NOTHING_TRAVELS = {
     "bind_connector_metadata": bool,
     "build_connector_worker_meta": type(None),
     "clear_connector_metadata": type(None),
+    "start_load_kv": _start_no_load,
     "update_connector_output": bool,
 }
 """Where scheduler and worker share a process: in place of the hooks that carry something between them."""
+
+_SCHEDULER_COUNTS = {"get_kv_connector_stats": type(None)}
+"""In place of the hook of workers' connectors: vLLM asks the scheduler's as well, which knows all there is."""
 
 
 class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -81,6 +90,8 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._rank.serve(self._scheduler)
             else:
                 self._central = CentralScheduler(self._settings, self._scheduler)
+        else:
+            self.__dict__.update(_SCHEDULER_COUNTS)
         if self._settings.one_process:
             self.__dict__.update(_NOTHING_TRAVELS)
 
@@ -129,10 +140,7 @@ class MLKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     get_kv_connector_kv_cache_events: Any = staticmethod(type(None))  # None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self._rank is not None:
-            if self._rank.scheduler.loads:
-                self._rank.scheduler.start_loads()
-        elif self._remote is not None:
+        if self._remote is not None:
             self._remote.before_model(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:

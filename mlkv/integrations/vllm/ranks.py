@@ -93,15 +93,22 @@ class LocalRank:
         self.scheduler = scheduler
 
     def step(self) -> Outcome:
-        """The one step of the cache in a step of the engine."""
+        """The one step of the cache in a step of the engine.
+
+        vLLM calls it right behind the place where it would have loads started, which is behind the model: new
+        blocks have been cleared by then.
+        """
+        scheduler = self.scheduler
+        if scheduler.loads:
+            scheduler.start_loads()
         result = self.cache.step()
         if result is NOTHING_TOLD and self._early is NO_OUTCOME:
-            if not self.scheduler.computes:
-                self.scheduler.rest()
+            if not scheduler.computes:
+                scheduler.rest()
             return NO_OUTCOME
         self.has_counted = True
         early, self._early = self._early, NO_OUTCOME
-        return early.plus(self.scheduler.on_step(result))
+        return early.plus(scheduler.on_step(result))
 
     def drain(self) -> None:
         """Step until nothing is in flight. For when the last request has ended: nobody would step any more.
