@@ -443,3 +443,27 @@ def test_streams_are_nobody_elses_and_used_again_after_close() -> None:
     assert len({*used[0]}) == 3
     assert not of_torch.intersection(used[0])
     assert used[0] == used[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("transfer", PATHS)
+def test_the_device_need_not_be_the_callers_current_one(transfer: str) -> None:
+    """In small chunks, most of which are queued by `poll`, while the model's stream is not idle."""
+    layout = gqa(layers=4, heads=2, dim=64, page_tokens=16)
+    case = build_pool("separate", layout, num_blocks=256, block_tokens=16, local_heads=2, device="cuda:1")
+    host = host_pool(layout, 64)
+    engine = make_engine(
+        case.pool, host, RankSlice(0, 2, 2), transfer=transfer, staging_bytes=2 * layout.payload_bytes
+    )
+    torch.cuda.set_device(0)
+    pages, slots = batch(list(range(64))), torch.arange(64 * 16)
+    busy = torch.randn(4096, 4096, device="cuda:1")
+    for _ in range(20):
+        busy = busy @ busy
+    assert finish_offload(engine, pages, slots) is None
+    assert finish_load(engine, pages, slots + 128 * 16) == (64, None)
+    assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize(1)
+    for storage in case.storages:
+        assert torch.equal(storage[:64].view(torch.uint8), storage[128:192].view(torch.uint8))
+    engine.close(20)
