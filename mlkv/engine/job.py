@@ -23,7 +23,7 @@ from mlkv.engine.engine import Engine, pool_pages
 from mlkv.engine.model import LoadedModel, load_model
 from mlkv.engine.pages import DevicePages
 from mlkv.engine.plan import JobPlan
-from mlkv.engine.rank import DRAIN_DEADLINE_S, REPLICAS_DEADLINE_S, count_pages, report_rank, run_rank
+from mlkv.engine.rank import DRAIN_DEADLINE_S, await_books, books_path, count_pages, report_rank, run_rank
 from mlkv.engine.request import Finished, SamplingParams
 from mlkv.engine.tokenizer import Tokenizer
 from mlkv.engine.workload import Feed
@@ -85,14 +85,13 @@ class Rank:
             assert cache is not None
             pages.check()
             leaked = pages.num_pages - pages.num_available
-            written = self.folder / f"replica{self.replica.index}.json"
             if self.replica.is_master:
                 problem = f"{leaked} device pages were not returned" if leaked else ""
                 audit = count_pages(cache, self.plan, self.folder, self.replica.index)
                 result = files.ReplicaResult(self.replica.index, served, seconds, noise, audit, problem)
-                files.write(result, written)
-            else:  # stays a client of the store until it is counted
-                files.wait_for([written], REPLICAS_DEADLINE_S)
+                files.write(result, books_path(self.folder, self.replica.index))
+            else:
+                await_books(self.plan, self.folder, self.replica.index)
             report_rank(cache, self._outputs.hexdigest(), self.plan, self.folder)
         finally:
             if cache is not None:

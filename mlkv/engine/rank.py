@@ -19,9 +19,9 @@ from mlkv.engine.plan import JobPlan
 from mlkv.engine.processes import die_with_parent
 from mlkv.engine.source import silence_transformers
 from mlkv.engine.watch import RankGone, Watch
-from mlkv.errors import RankLost, StoreLost
+from mlkv.errors import DeadlineExceeded, RankLost, StoreLost
 
-REPLICAS_DEADLINE_S = 1800.0
+_REPLICAS_DEADLINE_S = 1800.0
 """For the other replicas to finish, before the store that all of them share is counted and a rank may end."""
 
 DRAIN_DEADLINE_S = 60.0
@@ -54,13 +54,18 @@ def run_rank(work: Callable[[JobPlan, Path], None]) -> None:
     watch.close()
 
 
+def books_path(folder: Path, replica: int) -> Path:
+    """Where the master of a replica leaves what was served, and the store's books."""
+    return folder / f"replica{replica}.json"
+
+
 def count_pages(cache: MultiLevelCache, plan: JobPlan, folder: Path, replica: int) -> files.StoreAudit:
     """The books of the store once every replica has drained: they share it, and until then hold pages.
 
     Where its owner is gone there are none: the audit fails and says so, and what was served is still compared.
     """
-    (folder / f"drained{replica}").touch()
-    files.wait_for([folder / f"drained{index}" for index in range(plan.dp)], REPLICAS_DEADLINE_S)
+    _drained(folder, replica).touch()
+    _await_replicas(plan, folder)
     give_up_at = time.monotonic() + DRAIN_DEADLINE_S
     while True:
         try:
@@ -74,10 +79,23 @@ def count_pages(cache: MultiLevelCache, plan: JobPlan, folder: Path, replica: in
         time.sleep(_AUDIT_S)
 
 
+def await_books(plan: JobPlan, folder: Path, replica: int) -> None:
+    """Stay a client of the store until the master of this replica has counted it, for the other ranks.
+
+    Raises RankGone: the master does not come to it. It ended its last step when this rank did.
+    """
+    master = replica * plan.tp
+    _await_rank(master, _drained(folder, replica), plan.deadline_s)
+    _await_replicas(plan, folder)
+    _await_rank(master, books_path(folder, replica), _books_deadline_s(plan))
+
+
 def report_rank(cache: MultiLevelCache, outputs_digest: str, plan: JobPlan, folder: Path) -> None:
     """Leave this rank's result, and stay until every rank has left its own.
 
     A rank that ended before would not hear of the loss of one that has not reported yet.
+
+    Raises RankGone: a rank does not leave one, though nothing but the books of the store can hold it up any more.
     """
     rank = int(os.environ["RANK"])
     stats = cache.stats()
@@ -97,8 +115,30 @@ def report_rank(cache: MultiLevelCache, outputs_digest: str, plan: JobPlan, fold
         channel=stats.channel,
     )
     files.write(result, folder / f"rank{rank}.json")
-    others = [folder / f"rank{other}.json" for other in range(plan.tp * plan.dp)]
-    files.wait_for(others, REPLICAS_DEADLINE_S)
+    give_up_at = time.monotonic() + _books_deadline_s(plan) + plan.deadline_s
+    for other in range(plan.tp * plan.dp):
+        _await_rank(other, folder / f"rank{other}.json", max(0.0, give_up_at - time.monotonic()))
+
+
+def _drained(folder: Path, replica: int) -> Path:
+    """Says that nothing of a replica is in flight any more."""
+    return folder / f"drained{replica}"
+
+
+def _books_deadline_s(plan: JobPlan) -> float:
+    return plan.deadline_s + (DRAIN_DEADLINE_S if plan.tiers else 0.0)
+
+
+def _await_replicas(plan: JobPlan, folder: Path) -> None:
+    files.wait_for([_drained(folder, index) for index in range(plan.dp)], _REPLICAS_DEADLINE_S)
+
+
+def _await_rank(rank: int, path: Path, deadline_s: float) -> None:
+    """Until a rank has left this file. A rank that ends is told of by `Watch`; one that stands still is not."""
+    try:
+        files.wait_for([path], deadline_s)
+    except DeadlineExceeded as error:
+        raise RankGone(rank, str(error)) from None
 
 
 class _LastWord:

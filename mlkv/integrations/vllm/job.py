@@ -18,7 +18,7 @@ from mlkv import MultiLevelCache, init_process_group
 from mlkv.engine import plan as files
 from mlkv.engine.model import Geometry
 from mlkv.engine.plan import JobPlan
-from mlkv.engine.rank import REPLICAS_DEADLINE_S, count_pages, report_rank, run_rank
+from mlkv.engine.rank import await_books, books_path, count_pages, report_rank, run_rank
 from mlkv.engine.workload import Feed
 
 _ENVIRONMENT = {
@@ -103,12 +103,12 @@ class Rank:
             seconds[phase] = time.perf_counter() - start
             if not self._llm.reset_prefix_cache():
                 problem = f"after the run with the cache {phase}, vLLM's blocks were not all returned"
-        written = self.folder / f"replica{self.replica}.json"
         if self.is_master:
             audit = count_pages(self.cache, self.plan, self.folder, self.replica)
-            files.write(files.ReplicaResult(self.replica, served, seconds, {}, audit, problem), written)
-        else:  # stays a client of the store until it is counted
-            files.wait_for([written], REPLICAS_DEADLINE_S)
+            result = files.ReplicaResult(self.replica, served, seconds, {}, audit, problem)
+            files.write(result, books_path(self.folder, self.replica))
+        else:
+            await_books(self.plan, self.folder, self.replica)
         report_rank(self.cache, self._outputs.hexdigest(), self.plan, self.folder)
 
     def _warm_up(self) -> None:
