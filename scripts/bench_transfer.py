@@ -74,17 +74,9 @@ def measure_small(report: Report, host: Host) -> None:
         case = llama(tp, 64)
         on_host = torch.empty(case.piece_bytes, dtype=torch.uint8, pin_memory=True).random_()
         on_device = torch.empty_like(on_host, device="cuda")
-
-        def copy_seconds(target: torch.Tensor, source: torch.Tensor) -> float:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            return time.perf_counter() - start
-
         for path in ("auto", "staged", "direct"):
             with rig(host, case, 4, transfer=path) as bench:
-                turns = [(copy_seconds(on_device, on_host), bench.once("load", 1)) for _ in range(1000)][200:]
+                turns = [(_copy_seconds(on_device, on_host), bench.once("load", 1)) for _ in range(1000)][200:]
             copy_us, load_us = (statistics.median(times) * 1e6 for times in zip(*turns, strict=True))
             rows.append({"tp": tp, "path": path, "raw_us": copy_us, "load_us": load_us})
             report.say(f"small load, tp={tp}, {path}: {load_us:.0f} us; raw copy {copy_us:.0f} us")
@@ -92,6 +84,14 @@ def measure_small(report: Report, host: Host) -> None:
                 excess = load_us - 1.3 * copy_us
                 report.goal(f"1 page at tp={tp}: us over 1.3x raw copy", excess, 30, at_most=True)
     report.data["small"] = rows
+
+
+def _copy_seconds(target: torch.Tensor, source: torch.Tensor) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def measure_grid(report: Report, host: Host, raw: RawCopies, budget_s: float) -> None:

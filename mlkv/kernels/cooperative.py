@@ -316,8 +316,7 @@ class CooperativeLoad(StagedLoad[S]):
     def _scatter(self, segments: Segments, num_pages: int, gathered: Event) -> Event:
         """Queue the scatter of the chunk, if this rank's load has not failed yet."""
         if self.error is None and not self._num_queued:
-            if self._num_pages > self._direction.ring.pages_per_segment:
-                self._upload_slots()
+            self._upload_slots(beyond=self._direction.ring.pages_per_segment)
             self._join_caller()
         self._device.wait(self._direction.kernel_stream, gathered)
         if self.error is None:

@@ -181,13 +181,13 @@ class StagedTask(Generic[S]):
         sums: npt.NDArray[np.uint64] = np.add.reduce(self._parts[first:end], axis=-1)
         return sums
 
-    def _upload_slots(self) -> None:
-        """Bring the slots to the device, for the kernels queued from now on.
+    def _upload_slots(self, *, beyond: int) -> None:
+        """Bring the slots of more than so many pages to the device, for the kernels queued from now on.
 
         Every program of a kernel reads slots, many programs the same ones. For few pages that costs less over the
         link than it takes to queue this.
         """
-        if not self._slots_are_pinned:
+        if not self._slots_are_pinned or self._num_pages <= beyond:
             return
         assert self._block is not None
         uploaded = self._block.on_device(self._device.staging).part(0, self._slots.length)
@@ -272,8 +272,7 @@ class StagedLoad(StagedTask[S], LoadTransfer):
             copied = self._copy(segments, segments.busy, to_host=False)
             if not self._num_queued:
                 self.keep_slots()
-                if self._num_pages > ring.pages_per_segment:
-                    self._upload_slots()
+                self._upload_slots(beyond=ring.pages_per_segment)
                 self._join_caller()
             self._device.wait(self._direction.kernel_stream, copied)
             num_pages = min(segments.num_pages, self._num_pages - self._num_queued)
@@ -345,8 +344,7 @@ class StagedOffload(StagedTask[S], OffloadTransfer):
             self._join_caller()
             self._gather(1)
             self.keep_slots()
-            if self._num_pages > ring.num_segments * ring.pages_per_segment:
-                self._upload_slots()
+            self._upload_slots(beyond=ring.num_segments * ring.pages_per_segment)
         while self._num_queued < self._num_pages:
             # Not into the first one, which nothing shows to be in use until its copy is queued.
             room = ring.num_segments - len(self._gathered)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,14 @@ def opened(directory: Path, num_pages: int = 64, **options: Any) -> DiskTier:
     tier = DiskTier(directory, PAGE_BYTES, limit_for(num_pages), **options)
     tier.connect(NO_POOL)
     return tier
+
+
+def opened_and_checked(directory: Path) -> Iterator[DiskTier]:
+    """For fixtures: a tier whose books must be right when the test is over."""
+    tier = opened(directory)
+    yield tier
+    check_slots(tier)
+    tier.close()
 
 
 def present(tier: DiskTier, pages: Sequence[StoredPage]) -> list[bool]:

@@ -18,6 +18,7 @@ from disk_pages import (
     check_slots,
     keys_of,
     opened,
+    opened_and_checked,
     page_of,
     read,
     verifies,
@@ -32,10 +33,7 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    tier = opened(tmp_path)
-    yield tier
-    check_slots(tier)
-    tier.close()
+    yield from opened_and_checked(tmp_path)
 
 
 class Gate:

@@ -19,6 +19,7 @@ from disk_pages import (
     keys_of,
     limit_for,
     opened,
+    opened_and_checked,
     page_of,
     present,
     read,
@@ -33,10 +34,7 @@ from mlkv.store.tiers.disk import DiskTier
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    tier = opened(tmp_path)
-    yield tier
-    check_slots(tier)
-    tier.close()
+    yield from opened_and_checked(tmp_path)
 
 
 def test_pages_come_back_byte_for_byte(tier: DiskTier) -> None:
